@@ -9,22 +9,22 @@
 
 Modules, in reading order:
 
-    messages      errors, and the names of their subjects
-    traverse      the walks: leaves at paths in containers that keep their types; objects of any class
-    boxes         which part of which tensor, and questions about one tensor
-    state_dict    gather, offload, copy and compare state dicts
-    agreement     steps that succeed on all ranks, or on none
-    distribute    whole tensors into shards, on every rank or from one
-    staging       copies to save from, while training goes on
-    manifest      the list of a save's contents, and their places
-    commit        files: written, brought to the disk, put in place in one step, read with checks and without running code
-    meta          memory for targets on the meta device, and the state that an optimizer will have
-    saving        save and async_save: describe, divide, write, commit
-    loading       load: match, read, fill
-    part_files    the files of the PART format, as a source of a load
-    parts         the PART format: save, load, load_into
-    dcp           torch's own format: save, load
-    convert       checkpoints without a state dict: inspect, verify, convert; the output of `hwfsdp checkpoint`
+    error_messages  errors, and the names of their subjects
+    traverse        the walks: leaves at paths in containers that keep their types; objects of any class
+    boxes           which part of which tensor, and questions about one tensor
+    state_dict      gather, offload, copy and compare state dicts
+    agreement       steps that succeed on all ranks, or on none
+    distribute      whole tensors into shards, on every rank or from one
+    staging         copies to save from, while training goes on
+    manifest        the list of a save's contents, and their places
+    commit          files: written, brought to the disk, put in place in one step, read with checks and without running code
+    meta            memory for targets on the meta device, and the state that an optimizer will have
+    saving          save and async_save: describe, divide, write, commit
+    loading         load, and the steps that load every format: match, read, fill
+    part_files      the files of the PART format: which rank writes what, and a source of a load
+    parts           the PART format: save, load, load_into
+    dcp             torch's own format: save, load
+    convert         checkpoints without a state dict: inspect, verify, convert; the output of `hwfsdp checkpoint`
 
 A module is imported at its first use. So a process that only reads a checkpoint does not import the code that gathers one.
 """
@@ -37,7 +37,7 @@ from hwfsdp.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from . import agreement, boxes, commit, convert, dcp, distribute, loading, manifest
-    from . import messages, meta
+    from . import error_messages, meta
     from . import part_files, parts, saving, staging, state_dict, traverse
     from hwfsdp.checkpoint.convert import Inspection as Inspection
     from hwfsdp.checkpoint.convert import inspect as inspect

@@ -46,7 +46,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ import torch
 import torch.distributed as dist
 
 from hwfsdp import errors
-from hwfsdp.checkpoint.messages import of_disk, refusal, refuse, told
+from hwfsdp.checkpoint.error_messages import of_disk, refusal, refuse, told
 from hwfsdp.compat import collectives_are_checked, cpu_backend, gloo_beside, is_disconnected, receive_bytes
 from hwfsdp.compat import send_bytes, timeout_of
 from hwfsdp.errors import CheckpointError, FSDPError, UnsupportedError, in_one_line
@@ -63,7 +63,7 @@ Decide = Callable[[list[Any]], Sequence[Any] | None]  # the reports of all ranks
 
 _FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # far from the tags that users choose
 _NO_MESSAGE = _FIRST_TAG - 1  # no message has this tag
-_ALSO = 0.2  # seconds; one error names all ranks that die within this time
+_SOON = 0.2  # seconds that the leader waits for an answer to go out before it tests the connection
 _FAREWELL = 2.0  # seconds that the leader waits for ranks that may not listen
 _KNOWN: dict[str, type[FSDPError]] = {
     name: kind
@@ -205,7 +205,7 @@ class Agreement:
                 late = [rank for rank in range(self.size) if rank not in reports]
                 return self._lost(late, 0.8 * self._patience)
             if isinstance(report, Exception):
-                return self._lost(sorted({rank, *self._gone_within(_ALSO)}))
+                return self._lost([rank])
             reports[rank] = report
             if report["in"] != self._place:
                 expected, got = f"rank {rank} to be there, too", repr(report["in"])
@@ -215,23 +215,12 @@ class Agreement:
                 return dict(report)
         return None
 
-    def _gone_within(self, seconds: float) -> Iterator[int]:
-        """Yield the ranks whose connections break in the next `seconds`: ranks on one machine often die together."""
-        until = time.monotonic() + seconds
-        while True:
-            try:
-                rank, report, _ = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                return
-            if isinstance(report, Exception):
-                yield rank
-
     def _answer(self, answers: Sequence[Any], hurry: bool) -> None:
         """Send its answer to each rank. With `hurry`, do not wait for ranks that do not listen."""
         senders = [self._send(rank, answers[rank]) for rank in range(1, self.size)]
         until = time.monotonic() + (_FAREWELL if hurry else self._patience)
         for rank, sender in enumerate(senders, 1):
-            sender.join(min(_ALSO, max(0.0, until - time.monotonic())))
+            sender.join(min(_SOON, max(0.0, until - time.monotonic())))
             if sender.is_alive() and not is_disconnected(self._carrier, rank, _NO_MESSAGE):
                 sender.join(max(0.0, until - time.monotonic()))  # Note [Sends that never end]
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.nn.parameter import is_lazy
 
-from hwfsdp.checkpoint.messages import KeyPath, refuse
+from hwfsdp.checkpoint.error_messages import KeyPath, refuse
 from hwfsdp.compat import is_sharded_tensor, is_traceable_wrapper_subclass, local_of
 from hwfsdp.errors import UnsupportedError
-from hwfsdp.layout.extents import compute_local_shape_and_global_offset, held_extent
-from hwfsdp.layout.extents import are_striped, stripes_of
+from hwfsdp.layout.extents import are_striped, compute_local_shape_and_global_offset, held_extent
+from hwfsdp.layout.extents import stripes_of
 
 
 class Box(NamedTuple):
@@ -340,6 +340,8 @@ def pieces_of(tensor: Tensor) -> list[tuple[Box, Box]]:
 
 def values_in(tensor: Tensor, box: Box) -> Tensor:
     """Return the values in a box of the whole tensor, which lies within a box of this rank's part. It is a view."""
+    if not box.numel:
+        return part_of(tensor).new_empty(box.shape)
     outer, own = next(piece for piece in pieces_of(tensor) if intersection(box, piece[0]))
     return part_of(tensor)[own.slices][within(box, outer).slices]
 

@@ -58,9 +58,9 @@ import torch
 from torch import Tensor
 
 from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.manifest import BLOCK_BYTES, FORMAT, LARGEST, SAVE_ID, VERSION, Manifest
-from hwfsdp.checkpoint.manifest import from_bytes, name_of, parse_json
-from hwfsdp.checkpoint.messages import KeyPath, damaged, refusal, refuse, told, with_size
+from hwfsdp.checkpoint.error_messages import KeyPath, damaged, refusal, refuse, told, with_size
+from hwfsdp.checkpoint.manifest import BLOCK_BYTES, FORMAT, LARGEST, SAVE_ID, VERSION, Manifest, from_bytes
+from hwfsdp.checkpoint.manifest import name_of, parse_json
 from hwfsdp.checkpoint.traverse import items_of, map_leaves
 from hwfsdp.errors import CheckpointError, StateError, UsageError
 
@@ -449,10 +449,9 @@ def check_replaceable(target: Path, names: re.Pattern[str], what: str, overwrite
     there = sorted(os.listdir(target)) if target.is_dir() else ["a file"] * os.path.lexists(target)
     foreign = [name for name in there if not names.fullmatch(name)]
     if foreign or (there and not overwrite):
-        remedy = "Save into a directory of its own; it is replaced as a whole."
-        got, remedy = (
-            (foreign[0], remedy) if foreign else (what, "Choose another path, or pass overwrite=True.")
-        )
+        got, remedy = what, "Choose another path, or pass overwrite=True."
+        if foreign:
+            got, remedy = foreign[0], "Save into a directory of its own; it is replaced as a whole."
         refuse(target, f"a directory that holds nothing but {what}, or none yet", got, remedy)
 
 

@@ -44,11 +44,13 @@ from hwfsdp.checkpoint import commit, dcp, parts
 from hwfsdp.checkpoint.agreement import ALONE, Agreement
 from hwfsdp.checkpoint.boxes import view_bytes, whole
 from hwfsdp.checkpoint.commit import sync_directory
+from hwfsdp.checkpoint.error_messages import KeyPath, damaged, of_disk, path_of, refusal, refuse, show
+from hwfsdp.checkpoint.error_messages import with_size
 from hwfsdp.checkpoint.loading import Blocks, LoadPlan, Source, read_tensors
 from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Entry, Manifest, TensorEntry, ValueEntry, decode
-from hwfsdp.checkpoint.messages import KeyPath, damaged, of_disk, path_of, refusal, refuse, show, with_size
+from hwfsdp.checkpoint.manifest import name_of_constant
 from hwfsdp.checkpoint.part_files import read as read_parts
-from hwfsdp.checkpoint.saving import Target, describe, save_agreed, shares_of
+from hwfsdp.checkpoint.saving import Target, describe, save_agreed
 from hwfsdp.checkpoint.traverse import container_like, items_of, leaves_of, nest, unflatten_state_dict
 from hwfsdp.errors import CheckpointError
 from hwfsdp.optional_packages import needed_by
@@ -76,11 +78,8 @@ def format_of(path: Path) -> str:
     if path.is_file() and path.suffix == ".safetensors":
         found.add("safetensors")
     if len(found) != 1:
-        got = (
-            f"signs of {' and '.join(sorted(found))}"
-            if found
-            else "none of them" if path.exists() else "nothing"
-        )
+        got = f"signs of {' and '.join(sorted(found))}" if found else "none of them"
+        got = got if path.exists() else "nothing"
         refuse(path, "a store, a DCP or a PART checkpoint, or a .safetensors file", got, "Check the path.")
     return found.pop()
 
@@ -248,15 +247,12 @@ class Safetensors(Source):
                 text = (file.metadata() or {}).get(_HEADER)
         except (safetensors.SafetensorError, OSError) as error:
             raise damaged(path, "a safetensors file", str(error), remedy="Write it again.") from error
-        of_others = {
-            "entries": [{"path": [name], "name": name} for name in tensors],
-            "containers": [],
-            "crc32": {},
-        }
+        listed = [{"path": [name], "name": name} for name in tensors]
         entries: dict[KeyPath, Entry] = {}
         first: dict[str, KeyPath] = {}  # by name, the first path of a tensor
         try:
-            header: Any = of_others if text is None else json.loads(text)
+            header: Any = {"entries": listed, "containers": [], "crc32": {}}
+            header = header if text is None else json.loads(text)
             for each in header["entries"]:
                 at = tuple(each["path"])
                 if "name" not in each:
@@ -433,7 +429,7 @@ def verify(path: str | os.PathLike[str]) -> Inspection:
         CheckpointError: names the first thing that is missing or damaged, with file, key and offset.
     """
     folder, manifest = commit.find_complete(path_of(path, "verify").absolute())
-    for index, share in enumerate(shares_of(manifest)):
+    for index, share in enumerate(manifest.shares()):
         _verify_file(folder, manifest, index, share)
     return _inspection(folder, manifest)
 
@@ -464,29 +460,27 @@ def _verify_file(
 def show_inspection(path: Path, as_json: bool) -> int:
     """Print the contents of a checkpoint, and the list of its saves."""
     found = inspect(path)
-    tensors = {key.removeprefix("state_dict"): entry for key, entry in found.tensors.items()}
+    tensors: dict[str, dict[str, Any]] = {}
+    for key, entry in found.tensors.items():
+        about = {
+            "dtype": name_of_constant(entry.dtype),
+            "shape": list(entry.shape),
+            "chunks": len(entry.chunks),
+        }
+        tensors[key.removeprefix("state_dict")] = about
     values = {key.removeprefix("state_dict"): str(value) for key, value in found.values.items()}
-    dtypes = {key: str(entry.dtype).removeprefix("torch.") for key, entry in tensors.items()}
     if as_json:
-        details = {
-            key: {"dtype": dtypes[key], "shape": list(entry.shape), "chunks": len(entry.chunks)}
-            for key, entry in tensors.items()
-        }
-        head = {
-            "save": found.save_id,
-            "saves": list(found.saves),
-            "ranks": found.ranks,
-            "bytes": found.nbytes,
-        }
-        more = {"unlisted": list(found.unlisted), "tensors": details, "values": values}
-        print(json.dumps(head | more, indent=2))
+        head = {"save": found.save_id, "saves": found.saves, "ranks": found.ranks, "bytes": found.nbytes}
+        print(
+            json.dumps({**head, "unlisted": found.unlisted, "tensors": tensors, "values": values}, indent=2)
+        )
         return 0
     print(found)
-    for key, entry in tensors.items():
-        chunks = f"{len(entry.chunks)} chunk{'s' if len(entry.chunks) != 1 else ''}"
-        alias = entry.same_as and show(entry.same_as).removeprefix("state_dict")
-        note = f"the same tensor as {alias}" if alias else chunks
-        print(f"  {key:<48} {dtypes[key]:<10} {str(list(entry.shape)):<20} {note}")
+    for (key, about), entry in zip(tensors.items(), found.tensors.values()):
+        note = f"{about['chunks']} chunk{'s' if about['chunks'] != 1 else ''}"
+        if entry.same_as is not None:
+            note = f"the same tensor as {show(entry.same_as).removeprefix('state_dict')}"
+        print(f"  {key:<48} {about['dtype']:<10} {str(about['shape']):<20} {note}")
     for key, value in values.items():
         print(f"  {key:<48} {value[:60]}")
     print(f"saves, oldest first: {', '.join(found.saves)}")

@@ -53,20 +53,11 @@ from torch import Tensor, nn
 
 from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.boxes import (
-    Box,
-    box_from,
-    check_data,
-    check_kind,
-    find_fault,
-    packed,
-    values_in,
-    whole,
-)
+from hwfsdp.checkpoint.boxes import Box, box_from, check_data, check_kind, find_fault, packed, values_in
+from hwfsdp.checkpoint.boxes import whole
+from hwfsdp.checkpoint.error_messages import KeyPath, damaged, path_of, refuse, told, warn_left_out
 from hwfsdp.checkpoint.loading import LoadPlan, Source, check_can_change, load_from
 from hwfsdp.checkpoint.manifest import Chunk, Entry, Manifest, TensorEntry, ValueEntry, dtype_named
-from hwfsdp.checkpoint.messages import KeyPath, damaged, path_of, refuse, told
-from hwfsdp.checkpoint.messages import warn_left_out
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.saving import brief, by_path, deal, describe_tensor, holders_of
 from hwfsdp.checkpoint.traverse import Leaf, containers_in, flat_key, leaves_of, state_dict_of
@@ -157,12 +148,13 @@ def _plan_of(target: NewMemory, directory: Path, opened: ExitStack) -> LoadPlan:
     """Find the entries of the checkpoint by their keys."""
     target.give()
     entries, blobs = entries_of(target.state_dict), read_metadata(directory, opened)
-    there = [key for (key,) in blobs.manifest.entries]
-    blobs = blobs.at({entries[key].path: key for key in there if key in entries})
-    leaves = {path: value for path, value in entries.values() if path in blobs.manifest.entries}
-    missing, unexpected = (
-        [repr(key) for key in a if key not in b] for a, b in ((entries, {*there}), (there, entries))
-    )
+    there = {key: entry for (key,), entry in blobs.manifest.entries.items()}
+    # from here on, the manifest lists the entries by the paths of this state dict
+    common = {path: replace(there[key], path=path) for key, (path, _) in entries.items() if key in there}
+    blobs.manifest = replace(blobs.manifest, entries=common)
+    leaves = {path: value for path, value in entries.values() if path in common}
+    missing = [repr(key) for key in entries if key not in there]
+    unexpected = [repr(key) for key in there if key not in entries]
     return LoadPlan(blobs, target.state_dict, leaves, missing, unexpected, target.paths)
 
 
@@ -250,7 +242,7 @@ class _Saving:
             with commit.archive_file(draft / _file_of(self.rank), nbytes) as file:
                 for value, box in items:
                     start = file.tell()
-                    torch.save(packed(_in_box(value, box)) if box else value, file)
+                    torch.save(packed(values_in(value, box)) if box else value, file)
                     places.append((start, file.tell() - start))
         return places
 
@@ -282,10 +274,6 @@ def _file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _in_box(tensor: Tensor, box: Box) -> Tensor:
-    return values_in(tensor, box) if box.numel else torch.empty(box.shape, dtype=tensor.dtype)
-
-
 def _check_storable(path: KeyPath, value: Any) -> None:
     """Raise an error unless the value can be loaded again."""
     if any(isinstance(leaf.value, Tensor) for leaf in leaves_of(value)):
@@ -302,7 +290,7 @@ class Blobs(Source):
     """The files of a DCP checkpoint, as a source of a load (`loading.Source`).
 
     Attributes:
-        manifest: its entries are listed by the path (key,), or by the paths of a state dict (`at`). Its digest is the SHA-256 of the
+        manifest: its entries are listed by the path (key,); in a load, by the paths of the state dict. Its digest is the SHA-256 of the
             metadata.
         files: the files that the chunks count. paths: DCP's record of the path in the state dict behind each key; {} if there is none.
         metadata: the file `.metadata`. opened: closes the files of blobs at the end. Each file is opened only once. So a load reads the
@@ -317,11 +305,6 @@ class Blobs(Source):
     checks_first = True
     descriptors: dict[Path, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def at(self, keys: Mapping[KeyPath, str]) -> Blobs:
-        """Return the source with its entries listed by the paths of a state dict. `keys`: by path, the key of the entry."""
-        entries = {path: replace(self.manifest.entries[key,], path=path) for path, key in keys.items()}
-        return replace(self, manifest=replace(self.manifest, entries=entries))
 
     def value(self, entry: ValueEntry) -> Any:
         assert entry.chunk is not None
@@ -358,7 +341,7 @@ class Blobs(Source):
             return self.descriptors[path]
 
     def confirm(self) -> None:
-        if _digest_of(_contents_of(self.metadata)) != self.manifest.digest:
+        if hashlib.sha256(_contents_of(self.metadata)).hexdigest() != self.manifest.digest:
             remedy = "Load again, and replace no checkpoint that is being read."
             got = "another save, which has replaced this one"
             raise damaged(self.metadata, "the same save as when the load began", got, remedy=remedy)
@@ -423,10 +406,6 @@ def _contents_of(path: Path) -> bytes:
         raise damaged(path, "the metadata of a DCP checkpoint", told(error)) from error
 
 
-def _digest_of(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def read_metadata(directory: Path, opened: ExitStack) -> Blobs:
     """Read and check the list of the checkpoint's contents.
 
@@ -440,7 +419,7 @@ def read_metadata(directory: Path, opened: ExitStack) -> Blobs:
     path = directory / METADATA
     data = _contents_of(path)
     expected = _contents_of(directory / DIGEST).strip() if (directory / DIGEST).exists() else None
-    digest = _digest_of(data)
+    digest = hashlib.sha256(data).hexdigest()
     if expected not in (None, digest.encode()):  # torch writes none
         remedy = f"Take another checkpoint; if torch has written over this one, remove {DIGEST}."
         raise damaged(path, f"the metadata whose SHA-256 is in {DIGEST}", f"{digest[:12]}…", remedy=remedy)

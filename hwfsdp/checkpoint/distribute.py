@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.boxes import bytes_of, check_data, check_no_sum, is_expanded, part_of
 from hwfsdp.checkpoint.boxes import refuse_sharded_tensor
-from hwfsdp.checkpoint.messages import KeyPath, refuse, told
+from hwfsdp.checkpoint.error_messages import KeyPath, refuse, told
 from hwfsdp.checkpoint.state_dict import to_cpu
 from hwfsdp.checkpoint.traverse import items_of, leaves_of, map_leaves
 from hwfsdp.compat import device_types, dtensor, is_sharded_tensor
@@ -321,15 +321,15 @@ def _add_missing(full: Any, local: Any) -> None:
         if key in mine:
             _add_missing(child, mine[key])
         elif all(not isinstance(value, Tensor) or value.ndim == 0 for _, value in leaves_of({key: child})):
-            new = map_leaves(lambda _, leaf, __: _alone(leaf) if isinstance(leaf, Tensor) else leaf, child)
+            new = map_leaves(_apart, child)
             if isinstance(local, MutableMapping):
                 local[key] = new
             elif isinstance(local, list) and key == len(local):
                 local.append(new)
 
 
-def _alone(scalar: Tensor) -> Tensor:
-    return _copy_to(scalar, torch.device("cpu"), scalar.dtype)
+def _apart(_: KeyPath, leaf: Any, __: Any) -> Any:
+    return _copy_to(leaf, torch.device("cpu"), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _prune(tree: Any, known: Collection[KeyPath], at: KeyPath = ()) -> None:

@@ -36,6 +36,7 @@ Note [A save that goes while it is read]
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 import zlib
@@ -56,24 +57,15 @@ from torch import Tensor, nn
 from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.boxes import Box, bytes_of, cast, check_data, check_kind, check_writable, halves_of
-from hwfsdp.checkpoint.boxes import (
-    identity_of,
-    intersection,
-    part_of,
-    pieces_of,
-    span_of,
-    strides_of,
-    view_bytes,
-    within,
-)
-from hwfsdp.checkpoint.manifest import ALIGNMENT, PICKLES, Chunk, Manifest, TensorEntry, ValueEntry, decode
+from hwfsdp.checkpoint.boxes import identity_of, intersection, part_of, pieces_of, span_of, strides_of
+from hwfsdp.checkpoint.boxes import view_bytes, within
+from hwfsdp.checkpoint.error_messages import KeyPath, check_in_common, damaged, on_one_side, path_of, refuse
+from hwfsdp.checkpoint.error_messages import said_once, show, warn_left_out
+from hwfsdp.checkpoint.manifest import PICKLES, Chunk, Manifest, TensorEntry, ValueEntry, aligned, decode
 from hwfsdp.checkpoint.manifest import header_of, name_of
-from hwfsdp.checkpoint.messages import KeyPath, check_in_common, damaged, on_one_side, path_of, refuse
-from hwfsdp.checkpoint.messages import said_once, show, warn_left_out
 from hwfsdp.checkpoint.meta import NewMemory, check_all_filled
 from hwfsdp.checkpoint.staging import overlaps_itself, view_of
-from hwfsdp.checkpoint.traverse import child_of, find_per_rank, is_within
-from hwfsdp.checkpoint.traverse import items_of, leaves_of, put
+from hwfsdp.checkpoint.traverse import child_of, find_per_rank, is_within, items_of, leaves_of, put
 from hwfsdp.errors import CheckpointError
 
 S = TypeVar("S", bound=Mapping[Any, Any] | nn.Module)
@@ -149,7 +141,7 @@ def _find(agreement: Agreement, path: Path) -> commit.Current:
     return commit.Current(path / folder, digest)
 
 
-# --- A load of any format, step by step ----------------------------------------------------------------------
+# --- A load of any format, step by step --------------------------------------------------------------------
 
 
 @dataclass
@@ -237,11 +229,11 @@ def read_and_fill(agreement: Agreement, plan: LoadPlan) -> None:
     agreement.step("filling", lambda: fill(plan, parts, directly))
 
 
-# --- Where values come from --------------------------------------------------------------------------------------
+# --- Where values come from -------------------------------------------------------------------------------
 
 
 class Source:
-    """The files of a checkpoint of any format, as a load sees them: `Blocks` for the store, `dcp.Blobs`, `parts.Parts`.
+    """The files of a checkpoint of any format, as a load sees them: `Blocks` for the store, `dcp.Blobs`, `part_files.Parts`.
 
     Attributes:
         checks_first: True if `check` finds all damage. Then a load may read directly into its targets (Note [Read first, then write]).
@@ -519,7 +511,7 @@ def _rooms_for(plan: LoadPlan, directly: Collection[KeyPath]) -> dict[KeyPath, T
             rooms[path] = torch.empty(part.shape, dtype=dtype)
             continue
         together[path] = end, part
-        end += -(-part.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        end += aligned(part.nbytes)
     if together:
         memory = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -583,11 +575,8 @@ class Blocks(Source):
     def jobs(self, need: Need, part: Tensor) -> Iterator[Callable[[], None]]:
         """See `Source` and Note [From boxes to bytes]."""
         self.open(need.chunk.file)  # here, and not in several threads at the same time
-        read, chunk, itemsize = (
-            partial(self.read, need.entry, need.chunk),
-            need.chunk.box,
-            part.dtype.itemsize,
-        )
+        read = partial(self.read, need.entry, need.chunk)
+        chunk, itemsize = need.chunk.box, part.dtype.itemsize
         first, last = span_of(need.place, part.shape)
         if need.shared == chunk and last - first == chunk.numel:
             memory = _memory(part)[first * itemsize : last * itemsize]
@@ -622,13 +611,11 @@ def _check_overlaps(plan: LoadPlan, parts: dict[KeyPath, Tensor]) -> None:
     """Raise an error if targets that share memory would get different values. Try this on a copy of the memory."""
     for paths in _overlapping(plan, parts):
         targets = {path: part_of(plan.tensors[path]) for path in paths}
-        copy = targets[paths[0]].untyped_storage().clone()
-        trial = {}
-        for path, local in targets.items():
-            view = torch.empty(0, dtype=local.dtype, device=local.device)
-            view.set_(copy, local.storage_offset(), local.shape, local.stride())
-            trial[path] = view.conj() if local.is_conj() else view
-            trial[path].copy_(parts[path])
+        # the copy of a conjugated view would have memory of its own
+        plain = {path: part.conj() if part.is_conj() else part for path, part in targets.items()}
+        trial = {path: t.conj() if targets[path].is_conj() else t for path, t in copy.deepcopy(plain).items()}
+        for path, view in trial.items():
+            view.copy_(parts[path])
         for path, view in trial.items():
             if not torch.equal(bytes_of(view.cpu()), bytes_of(parts[path])):
                 got = "values for the same memory, which differ"

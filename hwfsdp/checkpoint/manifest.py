@@ -37,11 +37,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from hwfsdp.checkpoint.boxes import Box, find_fault
-from hwfsdp.checkpoint.messages import KeyPath, damaged, show
+from hwfsdp.checkpoint.error_messages import KeyPath, damaged, show
 
 FORMAT, VERSION = "hwfsdp checkpoint", 1
 BLOCK_BYTES = 1 << 20  # each block has a checksum
@@ -60,7 +59,7 @@ class Chunk(NamedTuple):
         file: index into the files of the checkpoint. at: the byte of the file at which the chunk begins.
         box: the part of the tensor. crc32: one checksum for each block of `BLOCK_BYTES`; the last block may be shorter.
         nbytes: the bytes in the file, in formats of others. In ours, they follow from the box.
-        values: the values themselves, if the file is in memory already (PART). Then the other fields but the box mean nothing.
+        values: the values, if the file is mapped into memory (PART, safetensors). Then `file`, `at` and `nbytes` mean nothing.
     """
 
     file: int
@@ -148,6 +147,14 @@ class Manifest:
         }
         return replace(self, entries=entries)
 
+    def shares(self) -> list[list[tuple[TensorEntry, Chunk]]]:
+        """Return the entries and chunks of each file, in the order of the file."""
+        found: list[list[tuple[TensorEntry, Chunk]]] = [[] for _ in self.files]
+        for entry in self.tensors():
+            for chunk in entry.chunks:
+                found[chunk.file].append((entry, chunk))
+        return [sorted(share, key=lambda pair: pair[1].at) for share in found]
+
     def chunks_of(self, entry: TensorEntry) -> tuple[Chunk, ...]:
         """Return the chunks of a tensor. If the tensor is the same as another one, the other entry lists them."""
         return entry.chunks if entry.same_as is None else self.tensor(entry.same_as).chunks
@@ -156,6 +163,11 @@ class Manifest:
 def header_of(save_id: str, file: int) -> bytes:
     """Return the first `ALIGNMENT` bytes of a file of a save."""
     return f"hwfsdp data {VERSION} {save_id} {file:05d}".encode().ljust(ALIGNMENT - 1) + b"\n"
+
+
+def aligned(nbytes: int) -> int:
+    """Return the next place at which a chunk may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def name_of(file: int) -> str:
@@ -186,7 +198,7 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
         return {"path": list(entry.path), "value": entry.json_value}
     tree: dict[str, Any] = {
         "path": list(entry.path),
-        "dtype": str(entry.dtype).removeprefix("torch."),
+        "dtype": name_of_constant(entry.dtype),
         "shape": list(entry.shape),
     }
     if entry.same_as is not None:
@@ -305,7 +317,6 @@ def _check_tree(manifest: Manifest, source: Path) -> None:
 
 def _check_tensors(manifest: Manifest, source: Path) -> None:
     """Raise an error unless chunks tile their tensors, share no byte of a file, and leave gaps only for alignment."""
-    used: list[list[tuple[int, int, KeyPath]]] = [[] for _ in manifest.files]
     originals = {entry.path: (entry.dtype, entry.shape) for entry in manifest.tensors()}
     for entry in manifest.entries.values():
         if isinstance(entry, TensorEntry) and entry.same_as is not None:
@@ -316,22 +327,18 @@ def _check_tensors(manifest: Manifest, source: Path) -> None:
         if fault:
             raise damaged(source, "parts that make up the tensor", fault, key=show(entry.path))
         for chunk in entry.chunks:
-            if chunk.file >= len(used) or chunk.at % ALIGNMENT:
-                got = f"a part in file {chunk.file} at {chunk.at}"
-                raise damaged(
-                    source, f"{len(used)} files, and parts at multiples of 64", got, key=show(entry.path)
-                )
-            nbytes = chunk.box.numel * entry.dtype.itemsize
-            used[chunk.file].append((chunk.at, chunk.at + nbytes, entry.path))
-    for i, ranges in enumerate(used):
+            if chunk.file >= len(manifest.files):
+                expected, got = f"one of {len(manifest.files)} files", f"a part in file {chunk.file}"
+                raise damaged(source, expected, got, key=show(entry.path))
+    for file, share in enumerate(manifest.shares()):
         end = ALIGNMENT
-        for start, stop, path in sorted(ranges, key=lambda r: r[:2]):
-            if not end <= start < end + ALIGNMENT:
-                got = f"bytes {start} to {stop}, where {end} are taken"
-                raise damaged(source, f"the next place in {name_of(i)}", got, key=show(path))
-            end = stop
-        if manifest.files[i] != end:
-            raise damaged(source, f"{manifest.files[i]} bytes in {name_of(i)}", f"{end} that are used")
+        for entry, chunk in share:
+            if chunk.at != aligned(end):
+                got = f"byte {chunk.at}, where bytes up to {end} are taken"
+                raise damaged(source, f"the next place in {name_of(file)}", got, key=show(entry.path))
+            end = chunk.at + chunk.box.numel * entry.dtype.itemsize
+        if manifest.files[file] != end:
+            raise damaged(source, f"{manifest.files[file]} bytes in {name_of(file)}", f"{end} that are used")
 
 
 def _natural(value: Any) -> int:
@@ -353,8 +360,9 @@ def _path(keys: Any) -> KeyPath:
 # --- Values that are not tensors ---------------------------------------------------------------------------
 
 
-def _name(constant: Any) -> str:
-    return str(constant).removeprefix("torch.")
+def name_of_constant(value: Any) -> str:
+    """Return the name of a dtype or another constant in torch: "float32" for torch.float32."""
+    return str(value).removeprefix("torch.")
 
 
 def _constant(kind: type) -> Callable[[Any], Any]:
@@ -369,10 +377,6 @@ def _constant(kind: type) -> Callable[[Any], Any]:
     return read
 
 
-def _base64(value: Any) -> str:
-    return base64.b64encode(value).decode()
-
-
 def _bytes(text: Any) -> bytes:
     return base64.b64decode(text, validate=True)
 
@@ -384,14 +388,17 @@ def _complex(real: str, imag: str) -> complex:
 # By type, a function that returns the JSON of a value, and the reverse function.
 _FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     float: (lambda value: str(float(value)), float),  # infinite, or not a number
-    bytes: (_base64, _bytes),
-    bytearray: (_base64, lambda text: bytearray(_bytes(text))),
-    complex: (lambda value: [value.real.hex(), value.imag.hex()], lambda parts: _complex(*parts)),
+    bytes: (lambda value: base64.b64encode(value).decode(), _bytes),
+    bytearray: (lambda value: base64.b64encode(value).decode(), lambda text: bytearray(_bytes(text))),
+    complex: (
+        lambda value: [value.real.hex(), value.imag.hex()],
+        lambda parts: _complex(*parts),
+    ),
     torch.Size: (list, torch.Size),
-    torch.dtype: (_name, _constant(torch.dtype)),
+    torch.dtype: (name_of_constant, _constant(torch.dtype)),
     torch.device: (str, torch.device),
-    torch.layout: (_name, _constant(torch.layout)),
-    torch.memory_format: (_name, _constant(torch.memory_format)),
+    torch.layout: (name_of_constant, _constant(torch.layout)),
+    torch.memory_format: (name_of_constant, _constant(torch.memory_format)),
 }
 _READERS = {kind.__name__: read for kind, (_, read) in _FORMS.items()}
 
@@ -408,31 +415,14 @@ def encode(value: Any) -> Any:
         raise TypeError(type(value).__name__)
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, int):
-        return int(value)
+    if isinstance(value, str | int):
+        return str(value) if isinstance(value, str) else int(value)
     if isinstance(value, float) and math.isfinite(value):
         return float(value)
     for kind, (write, _) in _FORMS.items():
         if isinstance(value, kind):
             return {"type": kind.__name__, "value": write(value)}
     raise TypeError(type(value).__name__)
-
-
-def advice_for(value: Any) -> str:
-    """Say what to save in place of a value that a checkpoint cannot hold."""
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return "Save torch.from_numpy(array), which shares the array's memory: a load fills the array, too."
-    if isinstance(value, np.generic):
-        return "Save value.item()."
-    if isinstance(value, enum.Enum):
-        return "Save its name, or its value."
-    if isinstance(value, set | frozenset):
-        return "Save a sorted list of it."
-    if callable(getattr(value, "state_dict", None)):
-        return "Save its state_dict()."
-    return "Leave it out, or save what it can be made from again."
 
 
 def decode(json_value: Any) -> Any:

@@ -49,7 +49,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hwfsdp.checkpoint.boxes import is_expanded, local_shape_of, part_of
-from hwfsdp.checkpoint.messages import KeyPath, listed, refusal, refuse, show, told
+from hwfsdp.checkpoint.error_messages import KeyPath, listed, refusal, refuse, show, told
 from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.compat import dtensor, is_sharded_tensor, local_of, storage_key, wrap_like
 from hwfsdp.core.group import ParamGroup

@@ -49,9 +49,9 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.boxes import Box, boxes_between, packed, whole
+from hwfsdp.checkpoint.error_messages import KeyPath, damaged, refuse, show, told
 from hwfsdp.checkpoint.loading import Source
 from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry
-from hwfsdp.checkpoint.messages import KeyPath, damaged, refuse, show, told
 from hwfsdp.checkpoint.saving import deal
 from hwfsdp.checkpoint.state_dict import whole_of
 from hwfsdp.checkpoint.traverse import leaves_of, map_leaves, nest

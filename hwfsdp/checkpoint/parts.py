@@ -44,22 +44,12 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import ALONE, Agreement, check_alike
 from hwfsdp.checkpoint.boxes import check_data, local_shape_of, packed
+from hwfsdp.checkpoint.error_messages import KeyPath, path_of, refuse, show, warn_left_out
 from hwfsdp.checkpoint.loading import LoadPlan, load_from
 from hwfsdp.checkpoint.manifest import TensorEntry
-from hwfsdp.checkpoint.messages import KeyPath, path_of, refuse, show, warn_left_out
 from hwfsdp.checkpoint.meta import NewMemory
-from hwfsdp.checkpoint.part_files import (
-    COUNT_KEY,
-    ID_KEY,
-    PART,
-    RESERVED,
-    VERSION,
-    VERSION_KEY,
-    Cut,
-    Share,
-    Parts,
-)
-from hwfsdp.checkpoint.part_files import bytes_in, divide, packed_tree, part_name, read
+from hwfsdp.checkpoint.part_files import COUNT_KEY, ID_KEY, PART, RESERVED, VERSION, VERSION_KEY, Cut, Parts
+from hwfsdp.checkpoint.part_files import Share, bytes_in, divide, packed_tree, part_name, read
 from hwfsdp.checkpoint.state_dict import describe, whole_of
 from hwfsdp.checkpoint.traverse import PerRank, brief, leaves_of, nodes_of
 from hwfsdp.compat import local_of, wrap_like

@@ -52,10 +52,10 @@ from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import Agreement, check_alike
 from hwfsdp.checkpoint.boxes import Box, box_from, check_data, check_kind, find_fault, identity_of
 from hwfsdp.checkpoint.boxes import pieces_of, slices_of, values_in, view_bytes
+from hwfsdp.checkpoint.error_messages import KeyPath, path_of, refusal, refuse, show, with_size
 from hwfsdp.checkpoint.manifest import ALIGNMENT, BLOCK_BYTES, LARGEST, Chunk, Entry, Manifest, TensorEntry
-from hwfsdp.checkpoint.manifest import ValueEntry, advice_for, check_manifest, dtype_named, encode, header_of
-from hwfsdp.checkpoint.manifest import name_of, to_bytes
-from hwfsdp.checkpoint.messages import KeyPath, path_of, refusal, refuse, show, with_size
+from hwfsdp.checkpoint.manifest import ValueEntry, aligned, check_manifest, dtype_named, encode, header_of
+from hwfsdp.checkpoint.manifest import name_of, name_of_constant, to_bytes
 from hwfsdp.checkpoint.staging import StateDictStager
 from hwfsdp.checkpoint.traverse import container_kind, containers_in, find_per_rank, is_within, items_of
 from hwfsdp.checkpoint.traverse import leaves_of, state_dict_of
@@ -198,7 +198,7 @@ class _Saving:
         self.target.check()  # again, because now no other save can write there
         commit.sweep(path)
         self.manifest = replace(manifest, save_id=commit.begin(path))
-        shares = [[(e.path, chunk.at, chunk.box) for e, chunk in share] for share in shares_of(self.manifest)]
+        shares = [[(e.path, chunk.at, chunk.box) for e, chunk in share] for share in self.manifest.shares()]
         return [
             {"save": self.manifest.save_id, "share": share, "bytes": nbytes}
             for share, nbytes in zip(shares, self.manifest.files)
@@ -207,7 +207,7 @@ class _Saving:
     def finish(self, checksums: list[Any]) -> None:
         """Complete the manifest, and let the save count."""
         by_chunk: dict[Chunk, Chunk] = {}
-        for share, crc32 in zip(shares_of(self.manifest), checksums, strict=True):
+        for share, crc32 in zip(self.manifest.shares(), checksums, strict=True):
             for (_, chunk), of_blocks in zip(share, crc32, strict=True):
                 by_chunk[chunk] = chunk._replace(crc32=tuple(of_blocks))
         path, folder = self.target.path, self.target.path / self.manifest.save_id
@@ -302,7 +302,7 @@ def describe(
 def describe_tensor(tensor: Tensor) -> dict[str, Any]:
     """Describe a tensor and the boxes of it that this rank has, as JSON."""
     boxes = [box for box, _ in pieces_of(tensor)]
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "boxes": boxes}
+    return {"dtype": name_of_constant(tensor.dtype), "shape": list(tensor.shape), "boxes": boxes}
 
 
 def _check_plain(path: KeyPath, value: Tensor) -> None:
@@ -327,7 +327,8 @@ def _encoded(path: KeyPath, value: Any) -> Any:
     except (TypeError, ValueError) as error:
         got = "too many digits" if isinstance(error, ValueError) else " ".join(str(value)[:80].split())
         expected = "a tensor, number, string, bool, bytes, None, or a dtype, device or size of torch"
-        raise refusal(path, expected, f"{type(value).__name__}: {got}", advice_for(value)) from None
+        remedy = "Save in its place torch.from_numpy(array), value.item(), its state_dict(), its name, or a sorted list of it."
+        raise refusal(path, expected, f"{type(value).__name__}: {got}", remedy) from None
 
 
 def _has_replicas(tensor: Tensor, world_size: int) -> bool:
@@ -455,19 +456,10 @@ def _lay_out(manifest: Manifest, holders: dict[Boxed, list[int]], world_size: in
     chosen = deal(sizes, [0] * world_size, candidates)
     for (path, box), nbytes in sizes.items():
         file = chosen[path, box]
-        at = -(-ends[file] // ALIGNMENT) * ALIGNMENT
+        at = aligned(ends[file])
         chunks.setdefault(path, []).append(Chunk(file, at, box))
         ends[file] = at + nbytes
     return replace(manifest.with_chunks(lambda entry: chunks.get(entry.path, ())), files=tuple(ends))
-
-
-def shares_of(manifest: Manifest) -> list[list[tuple[TensorEntry, Chunk]]]:
-    """Return the entries and chunks of each file, in the order of the file."""
-    shares: list[list[tuple[TensorEntry, Chunk]]] = [[] for _ in manifest.files]
-    for entry in manifest.tensors():
-        for chunk in entry.chunks:
-            shares[chunk.file].append((entry, chunk))
-    return [sorted(share, key=lambda pair: pair[1].at) for share in shares]
 
 
 # --- While training goes on --------------------------------------------------------------------------------
@@ -537,12 +529,7 @@ class SaveQueue:
         A save fails on all ranks or on none. So the ranks need to ask each other only after a failure.
         """
         if self.last is not None and self.last.failed():
-            agreement.step("ending the save before", self.finish)
-
-    def finish(self) -> None:
-        """Wait for the last save. Raise its error if no call of `wait` has raised it."""
-        if self.last is not None and self.last.failed(unheard=True):
-            self.last.wait()
+            agreement.step("ending the save before", finish_saves)
 
 
 queue = SaveQueue()
@@ -554,7 +541,8 @@ def finish_saves() -> None:
     Raises:
         The error of this save, if no call of `wait` has raised it.
     """
-    queue.finish()
+    if queue.last is not None and queue.last.failed(unheard=True):
+        queue.last.wait()
 
 
 def _report_at_exit() -> None:

@@ -59,11 +59,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from hwfsdp.checkpoint.boxes import check_data, end_of
-from hwfsdp.checkpoint.messages import KeyPath, refuse
+from hwfsdp.checkpoint.error_messages import KeyPath, refuse
 from hwfsdp.checkpoint.state_dict import cpu_room
 from hwfsdp.checkpoint.traverse import attributes_of, culprit, objects_in
-from hwfsdp.compat import is_referred_to_elsewhere, is_sharded_tensor, local_of, quantized_over
-from hwfsdp.compat import storage_key, wrap_like
+from hwfsdp.compat import is_referred_to_elsewhere, is_sharded_tensor, local_of, quantized_over, storage_key
+from hwfsdp.compat import wrap_like
 from hwfsdp.errors import FSDPError, UnsupportedError
 from hwfsdp.layout.extents import compute_local_stride
 
@@ -353,17 +353,12 @@ class _KnownViews(TorchFunctionMode):
     @cached_property
     def staged(self) -> dict[Any, Tensor]:
         """The staged tensors by the views that they are copies of. Few state dicts need this."""
-        return {
-            self.key_of(tensor): self.memo[id(tensor)]
-            for tensor in self.tensors
-            if type(tensor) is not _Bytes
-        }
+        whole = [tensor for tensor in self.tensors if type(tensor) is not _Bytes]
+        return {self.key_of(tensor): self.memo[id(tensor)] for tensor in whole}
 
     def key_of(self, tensor: Tensor) -> Any:
         storage = _storage_of(tensor)
-        return (
-            None if storage is None else (isinstance(tensor, DTensor), storage, view_of(_memory_of(tensor)))
-        )
+        return storage and (isinstance(tensor, DTensor), storage, view_of(_memory_of(tensor)))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:

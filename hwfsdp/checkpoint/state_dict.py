@@ -44,7 +44,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from hwfsdp.checkpoint.boxes import Box, bytes_of, check_data, part_of, pieces_at
-from hwfsdp.checkpoint.messages import KeyPath, refuse
+from hwfsdp.checkpoint.error_messages import KeyPath, refuse
 from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, items_of, leaves_of, map_leaves
 from hwfsdp.compat import all_gather_single, device_types, group_of_sharded_tensor, is_shard
 from hwfsdp.compat import is_sharded_tensor, local_of, sharded_tensor_like, wrap_like
@@ -347,20 +347,16 @@ def check_state_dict_similarity(state_dict: dict[Any, Any], compared_state_dict:
 
 def _check_pair(path: KeyPath, value: Any, other: Any, allow_cast: bool = False) -> None:
     """Raise an error if only one leaf is a tensor, or two tensors differ in more than their values. `allow_cast`: dtypes may differ."""
-    if (
-        other is not ABSENT and other is not None and value is not None
-    ):  # else there is nothing to copy, or no place for it
+    nothing = other is ABSENT or other is None or value is None  # to copy, or no place for it
+    if not nothing:
         _check_alike(path, value, other, allow_cast)
 
 
 def _check_alike(path: KeyPath, value: Any, other: Any, allow_cast: bool = False) -> None:
     """Raise an error for the differences that `_check_pair` names. None is a leaf without a tensor, like any other."""
     mine, theirs = describe(value, with_dtype=not allow_cast), describe(other, with_dtype=not allow_cast)
-    if (
-        mine != theirs
-        or other is ABSENT
-        or (isinstance(value, DTensor) and value.device_mesh != other.device_mesh)
-    ):
+    other_mesh = isinstance(value, DTensor) and value.device_mesh != getattr(other, "device_mesh", None)
+    if mine != theirs or other is ABSENT or other_mesh:
         got = theirs if mine != theirs else "one on another device mesh"
         remedy = "Make the second state dict from the first one, for example with create_cpu_state_dict"
         remedy += ", or pass allow_cast=True." if describe(value, False) == describe(other, False) else "."

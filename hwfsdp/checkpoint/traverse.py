@@ -45,7 +45,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hwfsdp.checkpoint.messages import Attribute, KeyPath, refusal, refuse, show as show
+from hwfsdp.checkpoint.error_messages import Attribute, KeyPath, refusal, refuse, show as show
 from hwfsdp.compat import IS_PARAMETER
 from hwfsdp.errors import FSDPError, UsageError
 
@@ -180,17 +180,16 @@ class _Descent:
         return result
 
 
-def nodes_of(tree: Any) -> Iterator[Leaf]:
+def nodes_of(tree: Any, path: KeyPath = (), above: dict[int, KeyPath] | None = None) -> Iterator[Leaf]:
     """Yield the leaves and all containers from left to right, a container before its children. A shared object comes once for each path.
+
+    Args:
+        path, above: of a part of the tree: its path, and the containers around it, by id.
 
     Raises:
         UsageError: a container contains itself.
     """
-    return _nodes((), tree, {})
-
-
-def _nodes(path: KeyPath, tree: Any, above: dict[int, KeyPath]) -> Iterator[Leaf]:
-    """`above`: the containers that we are inside of, by id."""
+    above = {} if above is None else above
     if id(tree) in above:
         got = f"the {type(tree).__name__} that is {show(above[id(tree)])}, too"
         remedy = "Remove the reference back; state dicts are trees."
@@ -198,7 +197,7 @@ def _nodes(path: KeyPath, tree: Any, above: dict[int, KeyPath]) -> Iterator[Leaf
     yield Leaf(path, tree)
     above[id(tree)] = path
     for key, child in (items_of(tree) or {}).items():
-        yield from _nodes((*path, key), child, above)
+        yield from nodes_of(child, (*path, key), above)
     del above[id(tree)]
 
 

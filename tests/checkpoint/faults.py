@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from hwfsdp.checkpoint import load, verify
-from hwfsdp.checkpoint.messages import show
+from hwfsdp.checkpoint.error_messages import show
 from hwfsdp.checkpoint.traverse import leaves_of, map_leaves
 from hwfsdp.compat import dtensor, local_of, read_debug_level
 from hwfsdp.errors import CheckpointError, FSDPError, UsageError

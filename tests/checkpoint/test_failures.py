@@ -42,7 +42,7 @@ from hwfsdp.checkpoint import (
 )
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.convert import convert
-from hwfsdp.checkpoint.messages import of_disk, with_size
+from hwfsdp.checkpoint.error_messages import of_disk, with_size
 from hwfsdp.errors import CheckpointError, FSDPError, RankError, UsageError
 
 

@@ -104,9 +104,8 @@ def with_size(error: Exception, file: str | os.PathLike[str], nbytes: int) -> Ex
 
 def of_disk(error: OSError) -> tuple[str, str]:
     """Say what a disk did not do, for `got`, and the remedy."""
-    remedy, nbytes = _REMEDIES.get(error.errno or 0, "Mend this, and try again."), getattr(
-        error, "nbytes", None
-    )
+    remedy = _REMEDIES.get(error.errno or 0, "Mend this, and try again.")
+    nbytes = getattr(error, "nbytes", None)
     size = "" if nbytes is None else f"; {nbytes:,} bytes are to be written there"
     got = f"{error.strerror or error} ({error.filename or 'no file'}){size}"
     return got, f"What was there before is as it was. {remedy}"
@@ -129,18 +128,13 @@ def on_one_side(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     return "; ".join(f"{len(names)} {side}: {listed(names)}" for side, names in sides.items() if names)
 
 
-def check_in_common(
-    what: str, left_out: str, strict: bool, common: bool, compare: str = "Compare them"
-) -> None:
-    """Raise an error if keys are left out and `strict` is set, or if no key is `common` to both sides. `compare` begins the remedy."""
+def check_in_common(what: str, left_out: str, strict: bool, common: bool) -> None:
+    """Raise an error if keys are left out and `strict` is set, or if no key is `common` to both sides."""
     if left_out and (strict or not common):
         fresh = "a fresh optimizer has no state yet: hwfsdp.checkpoint.meta.init_optimizer_state"
-        remedy = f"{compare} ({fresh})"
-        remedy += (
-            ", or pass strict=False to load what both have." if common else ", and load under the saved keys."
-        )
+        then = "or pass strict=False to load what both have" if common else "and load under the saved keys"
         expected = "the same keys in the state dict and in the checkpoint" if strict else "a key in common"
-        refuse(what, expected, left_out, remedy)
+        refuse(what, expected, left_out, f"Compare them ({fresh}), {then}.")
 
 
 def said_once(texts: Sequence[str]) -> list[str]:
