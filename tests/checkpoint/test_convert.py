@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import original_parts
 import pytest
 import safetensors.torch
 import torch
@@ -138,6 +139,24 @@ def test_damage_in_the_source_is_found(name, originals, tmp_path):
     with pytest.raises(CheckpointError):
         convert(source, tmp_path / "out", to="store")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_flipped_bit_of_a_safetensors_file_is_found_by_its_checksum(originals, tmp_path):
+    data = bytearray(place(originals, "safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"state_dict\['model'\].*CRC-32"):
+        convert(tmp_path / "x.safetensors", tmp_path / "out", to="store")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tensor_that_is_cut_into_parts_becomes_whole(tmp_path):
+    state = {"a": torch.arange(12.0).view(3, 4), "small": torch.ones(1)}
+    original_parts.write(tmp_path / "part", [state], count=2, large_bytes=8)
+    convert(tmp_path / "part", tmp_path / "store", to="store")
+    found = {"model": {"a": torch.zeros(3, 4), "small": torch.zeros(1)}}
+    checkpoint.load(found, tmp_path / "store")
+    assert_same(found, {"model": state})
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
