@@ -155,7 +155,7 @@ def _plan_of(target: NewMemory, directory: Path, opened: ExitStack) -> LoadPlan:
     leaves = {path: value for path, value in entries.values() if path in common}
     missing = [repr(key) for key in entries if key not in there]
     unexpected = [repr(key) for key in there if key not in entries]
-    return LoadPlan(blobs, target.state_dict, leaves, missing, unexpected, target.paths)
+    return LoadPlan(blobs, target.state_dict, leaves, bool(leaves), missing, unexpected, target.paths)
 
 
 # --- Keys --------------------------------------------------------------------------------------------------

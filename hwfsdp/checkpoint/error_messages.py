@@ -128,13 +128,13 @@ def on_one_side(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     return "; ".join(f"{len(names)} {side}: {listed(names)}" for side, names in sides.items() if names)
 
 
-def check_in_common(what: str, left_out: str, strict: bool, common: bool) -> None:
-    """Raise an error if keys are left out and `strict` is set, or if no key is `common` to both sides."""
+def check_in_common(what: str, left_out: str, strict: bool, common: bool, compare: str) -> None:
+    """Raise an error if keys are left out and `strict` is set, or if no key is `common` to both sides. `compare` begins the remedy."""
     if left_out and (strict or not common):
         fresh = "a fresh optimizer has no state yet: hwfsdp.checkpoint.meta.init_optimizer_state"
         then = "or pass strict=False to load what both have" if common else "and load under the saved keys"
         expected = "the same keys in the state dict and in the checkpoint" if strict else "a key in common"
-        refuse(what, expected, left_out, f"Compare them ({fresh}), {then}.")
+        refuse(what, expected, left_out, f"{compare} ({fresh}), {then}.")
 
 
 def said_once(texts: Sequence[str]) -> list[str]:

@@ -151,6 +151,7 @@ class LoadPlan:
     Attributes:
         source: the files; its manifest lists the entries by the paths of the state dict.
         state_dict: the state dict to fill. leaves: its entries that the manifest has, too.
+        has_common: False if the keys have nothing in common, although they must have.
         missing, unexpected: names of the entries that only the state dict has, and that only the checkpoint has.
         fresh: paths of targets that hold no values yet, because they were on the meta device.
         tensors: by path, each target tensor of which this rank has a part. `match` adds them.
@@ -160,6 +161,7 @@ class LoadPlan:
     source: Source
     state_dict: Any
     leaves: Mapping[KeyPath, Any]
+    has_common: bool = True
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     fresh: Collection[KeyPath] = ()
@@ -191,11 +193,11 @@ def load_from(
         plan = plan_of(opened)
         if not together:
             left_out = on_one_side(plan.missing, plan.unexpected)
-            check_in_common(what, left_out, strict, bool(plan.leaves) or not strict)
+            check_in_common(what, left_out, strict, plan.has_common or not strict, plan.source.compare)
         check_all_filled(plan.fresh, plan.leaves)
         match(plan, allow_cast)
         found.append(plan)
-        return [plan.source.manifest.identity, plan.missing, plan.unexpected, bool(plan.leaves)]
+        return [plan.source.manifest.identity, plan.missing, plan.unexpected, plan.has_common]
 
     def compare(reports: list[Any]) -> list[str]:
         """Return, for each rank, what to warn it of."""
@@ -207,7 +209,9 @@ def load_from(
             missing = [sorted({*chain(*missing)})] * agreement.size
             unexpected = [sorted(set(unexpected[0]).intersection(*unexpected))] * agreement.size
         texts = list(map(on_one_side, missing, unexpected))
-        check_in_common(what, texts[0], strict and (together or any(common)), any(common))
+        check_in_common(
+            what, texts[0], strict and (together or any(common)), any(common), found[0].source.compare
+        )
         return said_once(texts)
 
     with ExitStack() as opened:
@@ -238,10 +242,12 @@ class Source:
     Attributes:
         checks_first: True if `check` finds all damage. Then a load may read directly into its targets (Note [Read first, then write]).
             False: the functions of `jobs` check what they read.
+        compare: the beginning of the remedy if keys differ.
     """
 
     manifest: Manifest
     checks_first = False
+    compare = "Compare them"
 
     def check(self, entry: TensorEntry, chunk: Chunk) -> None:
         """Read a chunk. Raise CheckpointError if it is damaged."""
@@ -284,7 +290,7 @@ def _plan_of(
     missing += [path for path in leaves if is_within(path, apart) and path not in missing]
     common = {path: leaf for path, leaf in leaves.items() if path not in {*missing}}
     only_here, only_there = (list(map(show, paths)) for paths in (missing, unexpected))
-    return LoadPlan(source, state_dict, common, only_here, only_there, target.paths)
+    return LoadPlan(source, state_dict, common, bool(common), only_here, only_there, target.paths)
 
 
 def match(plan: LoadPlan, allow_cast: bool) -> None:
@@ -536,6 +542,8 @@ def _simple(plan: LoadPlan, paths: Iterable[KeyPath]) -> dict[KeyPath, Tensor]:
 
 class Blocks(Source):
     """A save of the store as a source. Each file is opened and its header checked once. `opened` closes them."""
+
+    compare = COMPARE
 
     def __init__(self, manifest: Manifest, folder: Path, opened: ExitStack) -> None:
         self.manifest, self.folder, self.opened = manifest, folder, opened

@@ -172,8 +172,9 @@ def load_into(
             missing, unexpected = (
                 [repr(p[2]) for p in paths if p not in common] for paths in (leaves, there)
             )
+            has_common = bool(common) or model is None
             common |= _places_in_optimizers(tree, found[0], several(optimizer))
-            return LoadPlan(found[0], tree, common, missing, unexpected, fresh)
+            return LoadPlan(found[0], tree, common, has_common, missing, unexpected, fresh)
 
         left_out = load_from(agreement, plan_of, f"load_into from {directory}", strict, allow_cast)
         for each, state_dict in zip(several(optimizer), tree["optimizer"]):

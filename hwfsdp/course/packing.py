@@ -27,9 +27,9 @@ _DTYPES = {
 
 def pack(tree: Any) -> bytes:
     """Return the bytes of a tree. Raise TypeError if it holds a value of another type."""
-    pieces: list[bytes] = []
-    text = json.dumps(_flatten(tree, pieces)).encode()
-    return b"".join([len(text).to_bytes(_HEADER, "little"), text, *pieces])
+    data = bytearray()  # of the tensors
+    text = json.dumps(_flatten(tree, data)).encode()
+    return b"".join([len(text).to_bytes(_HEADER, "little"), text, data])
 
 
 def unpack(data: bytes) -> Any:
@@ -41,7 +41,7 @@ def unpack(data: bytes) -> Any:
         raise ValueError(f"not the data of a rank: {error!r}") from error
 
 
-def _flatten(value: Any, pieces: list[bytes]) -> Any:
+def _flatten(value: Any, data: bytearray) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -49,20 +49,20 @@ def _flatten(value: Any, pieces: list[bytes]) -> Any:
     if isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Tensor):
-        return {"$tensor": _flatten_tensor(value, pieces)}
+        return {"$tensor": _flatten_tensor(value, data)}
     if isinstance(value, list | tuple):
-        return [_flatten(item, pieces) for item in value]
+        return [_flatten(item, data) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) and key[:1] != "$" for key in value):
-        return {key: _flatten(item, pieces) for key, item in value.items()}
+        return {key: _flatten(item, data) for key, item in value.items()}
     raise TypeError(
         f"a fact must be numbers, text, lists, dicts with text keys, tensors or dtypes, got {type(value).__name__}"
     )
 
 
-def _flatten_tensor(tensor: Tensor, pieces: list[bytes]) -> list[Any]:
-    whole = tensor.detach().cpu().contiguous()
-    offset = sum(map(len, pieces))
-    pieces.append(whole.view(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b"")
+def _flatten_tensor(tensor: Tensor, data: bytearray) -> list[Any]:
+    whole, offset = tensor.detach().cpu().contiguous(), len(data)
+    if whole.numel():
+        data += whole.view(-1).view(torch.uint8).numpy().tobytes()
     return [str(whole.dtype).removeprefix("torch."), list(whole.shape), offset]
 
 

@@ -117,14 +117,15 @@ def plan(folder: Path, hidden: Iterable[Path] = (), shared: Sequence[Path] = ())
 
     # the laws, and what a student writes, in other words
     answers = PACKAGE / "course", Path(torch.__file__).parent / "distributed/fsdp/_fully_shard"
-    read, look = _readable({*answers, *hidden})
+    read, look = _readable(frozenset((*answers, *hidden)))
     reads_all = not all(_is_open_to_all(path) for path in (Path(sys.base_prefix), Path(sys.prefix), PACKAGE))
     own_user = _is_root() and (landlock_version() or not reads_all)
     user = _FIRST_USER + os.getpid() % _USERS if own_user else None
     return Walls(read, (folder, *shared, *map(Path, _WRITABLE)), look, user, reads_all, _network())
 
 
-def _readable(hidden: set[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+@functools.lru_cache(8)  # launches of one file ask the same, and it takes a fifth of a second
+def _readable(hidden: frozenset[Path]) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """Return the readable paths (Python, its libraries and the package, without hidden ones), and the folders that hold hidden files."""
     roots = [*map(Path, _SYSTEM), Path(sys.base_prefix), Path(sys.prefix), PACKAGE]
     roots += [Path(entry) for entry in sys.path if entry and not PACKAGE.is_relative_to(entry)]

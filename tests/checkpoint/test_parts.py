@@ -1,7 +1,7 @@
 """The PART format: other readers read hwfsdp's files, hwfsdp reads other writers' files, and each trap of the format has a test.
 
 The oracles are a reader and a writer written from the format's description alone (`original_parts`), and the saved tensors. The writer
-can play all ranks alone, and these tests run in this process. A test that needs ranks is one of the `RankChecks`.
+can play all ranks alone, and these tests run in this process. A test that needs ranks is one of the checks in `Together`.
 """
 
 from __future__ import annotations
@@ -953,6 +953,18 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
 
 
 # --- The tests: dealing out --------------------------------------------------------------------------------
+
+
+def test_an_optimizer_in_common_does_not_hide_a_model_without_a_key_in_common(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, other)]
+    model(torch.ones(3)).sum().backward()
+    optimizers[0].step()
+    parts.save(tmp_path / "c", model, optimizers[0])
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(UsageError, match="a key in common"):
+        parts.load_into(tmp_path / "c", other, optimizers[1], strict=False)
+    assert_same(other.state_dict(), before)
 
 
 @given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 5))

@@ -302,7 +302,9 @@ def test_the_certificate_needs_all_stations_but_the_side_quest_with_this_file(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = list[Path]()
-    monkeypatch.setattr(commands, "_beside_the_reference", lambda file: drawn.append(file) or {})  # has no step
+    monkeypatch.setattr(
+        commands, "_beside_the_reference", lambda file: drawn.append(file) or {}
+    )  # has no step
     write(course)
     progress = Progress.load(course)
     progress.note(passed(course, "01", "03"), "x = 1\n")
