@@ -17,11 +17,12 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
 
@@ -43,9 +44,11 @@ class Session:
     Attributes:
         outcomes: by node id without parameters. courses: by path of a student's file.
         fatal: by path, the test that ended the runs of a file. titles: title and file of each exercise, by number.
+        waiting: says on a terminal how far the runs are.
     """
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, waiting: _Waiting) -> None:
+        self.waiting = waiting
         given, secret = config.getoption("seed"), config.getoption("secret")
         self.config, self.secret = config, secret.read_bytes() if secret else b""
         self.drawn: int = random.SystemRandom().randrange(1 << 20) if given is None else given
@@ -116,6 +119,42 @@ class Session:
             self._folders.cleanup()
 
 
+class _Waiting:
+    """A line on the student's terminal, until the page is there. Pytest keeps what a test prints, so the line goes to the terminal itself.
+
+    Args:
+        shown: False: say nothing.
+    """
+
+    def __init__(self, shown: bool) -> None:
+        self._terminal: TextIO | None = None
+        with suppress(OSError):
+            self._terminal = open("/dev/tty", "w") if shown else None
+        self._over, self._said = threading.Event(), ""
+
+    def say(self, text: str) -> None:
+        """Replace the line."""
+        if self._terminal is not None and text != self._said:
+            self._said = text
+            self._terminal.write(f"\r\033[K{text}")
+            self._terminal.flush()
+
+    def count(self, courses: Sequence[Course]) -> None:
+        """Say from now on how many runs of these files are over."""
+        threading.Thread(target=self._count, args=(courses,), daemon=True).start()
+
+    def _count(self, courses: Sequence[Course]) -> None:
+        while self._terminal is not None and not self._over.wait(0.2):
+            done, asked = map(sum, zip(*(course.progress() for course in courses)))
+            self.say(f"{done} of {asked} runs are over")
+
+    def end(self) -> None:
+        """Remove the line."""
+        self._over.set()
+        self.say("")
+        self._terminal = None
+
+
 _SESSION = pytest.StashKey[Session]()
 _SCREEN = pytest.StashKey[StringIO]()
 
@@ -163,12 +202,14 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"--submission {folder}: expected a folder, got {'a file' if folder.exists() else 'nothing'}"
         )
+    waiting = _Waiting(config.getoption("page") and sys.stdout.isatty())
     if not config.option.collectonly:
         from hwfsdp.launcher.fork_server import fork_here
 
+        waiting.say("loading torch")
         gc.disable()  # until all modules are there (`pytest_collection_finish`)
         fork_here(PROBES)  # now: ranks must not find the secret in their memory
-    config.stash[_SESSION] = Session(config)
+    config.stash[_SESSION] = Session(config, waiting)
 
 
 @pytest.hookimpl(trylast=True)
@@ -224,6 +265,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         torch.set_num_threads(1)  # models are tiny, and the ranks need the processors
     for course in known.courses.values():
         course.begin()
+    if known.courses:
+        known.waiting.count(list(known.courses.values()))
 
 
 # --- Fixtures ----------------------------------------------------------------------------------------------
@@ -304,6 +347,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     known = config.stash[_SESSION]
+    known.waiting.end()
     if any(each.status != "not run" for each in known.outcomes.values()):
         if config.getoption("page"):
             terminalreporter.ensure_newline()  # ends pytest's own line, which is not shown
@@ -348,6 +392,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     gc.enable()
     if _SESSION in config.stash:
+        config.stash[_SESSION].waiting.end()
         config.stash[_SESSION].end()
     if _SCREEN in config.stash:
         print(config.stash[_SCREEN].getvalue(), end="", file=sys.stderr)

@@ -31,6 +31,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +158,7 @@ class Course:
         self._begun: list[Future[None]] = []
         self._is_over = False
         self._running: set[Watch] = set()
+        self._folders: set[Path] = set()  # of the launches that are going on
 
     def ranks(self, world_size: int) -> Ranks:
         return Ranks(self, world_size)
@@ -165,6 +167,15 @@ class Course:
     def oracle(self) -> Course:
         """Runs without a student's file."""
         return Course(Path("no file"))
+
+    def progress(self) -> tuple[int, int]:
+        """Return how many questions are answered so far, and how many have been asked."""
+        files = sum(len([*folder.glob("answer * 0")]) for folder in [*self._folders])
+        answers = [*self._answers.values()]
+        done, asked = files + sum(each.done() for each in answers), len(answers)
+        if "oracle" in vars(self):
+            done, asked = map(add, (done, asked), self.oracle.progress())
+        return min(done, asked), asked
 
     def answer(self, question: Question, world_size: int) -> Answer:
         """Return the answer to a question. While `asking`, note the question and raise NotYet instead."""
@@ -237,6 +248,7 @@ class Course:
         folder = Path(tempfile.mkdtemp(prefix="hwfsdp-run-"))
         watch = Watch(folder, *shared)
         self._running.add(watch)
+        self._folders.add(folder)
         try:
             try:
                 results = self._run(questions, world_size, folder, shared, watch, write)
@@ -254,6 +266,7 @@ class Course:
                 return {key: Answer([], [], _forged(error)) for key in asked}
         finally:
             self._running.discard(watch)
+            self._folders.discard(folder)
             remove(folder)
 
     def _run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,9 +75,8 @@ def answer(number):
 """
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    root = tmp_path_factory.mktemp("course")
+def run(root: Path, *options: str, inside: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Write the course, and run pytest on a wrong answer, `inside` another command."""
     folder, theirs = root / "exercises" / "21_doubling", root / "theirs"
     folder.mkdir(parents=True), theirs.mkdir()
     (root / "exercises" / "pytest.ini").write_text("[pytest]\naddopts = -p hwfsdp.course.plugin --tb=short\n")
@@ -85,13 +85,21 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
     (theirs / "doubling.py").write_text(WRONG.replace("number + 3", "number * number"))
     command = [sys.executable, "-m", "pytest", "exercises", "--submission", str(theirs), "--seed", "5"]
     path = os.pathsep.join([str(Path(hwfsdp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
-        [*command, "--outcomes", "outcomes.json"],
+    environ = os.environ | {"PYTHONPATH": path}
+    return subprocess.run(
+        [*inside, *command, *options],
         cwd=root,
-        env=os.environ | {"PYTHONPATH": path},
+        env=environ,
         capture_output=True,
         text=True,
+        stdin=subprocess.DEVNULL,
     )
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    root = tmp_path_factory.mktemp("course")
+    ended = run(root, "--outcomes", "outcomes.json")
     return ended, json.loads((root / "outcomes.json").read_text())
 
 
@@ -132,3 +140,12 @@ def test_a_rank_that_leaves_ends_the_runs_of_the_file_once(ran: Any) -> None:
 def test_the_page_asks_one_question_and_shows_what_ranks_printed(ran: Any) -> None:
     assert ran[0].stdout.count("→") == 1 and "rank 0 | asked for 3" in ran[0].stdout
     assert "--seed 5" in ran[0].stdout
+
+
+@pytest.mark.long
+def test_on_a_terminal_a_line_says_how_far_the_runs_are_until_the_page_is_there(tmp_path: Path) -> None:
+    on_a_terminal = sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"
+    shown = run(tmp_path, "--page", inside=on_a_terminal).stdout
+    lines, page = shown.rsplit("\033[K", 1)
+    assert "loading torch" in lines and re.search(r"\d of 5 runs are over", lines)
+    assert "21 Doubling" in page and "runs are over" not in page
