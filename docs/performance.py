@@ -62,8 +62,8 @@ def panels(text: str) -> list[Panel]:
     forward, full, gloo, growth, python = (
         next(rows for rows in found if wanted(rows[0]))
         for wanted in (
-            lambda row: row.get("kind") == "fwd+bwd",
-            lambda row: row.get("kind") == "full step" and "hwfsdp / FSDP2" in row,
+            lambda row: "hwfsdp / FSDP2" in row and "hwfsdp, its AdamW / FSDP2" not in row,
+            lambda row: "hwfsdp, its AdamW / FSDP2" in row,
             lambda row: "fwd+bwd, hwfsdp / FSDP2" in row,
             lambda row: "axis" in row,
             lambda row: "pretended ranks" in row,
