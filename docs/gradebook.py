@@ -20,11 +20,14 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 from browser import browser  # noqa: E402
 from hwfsdp.course.stages import stage, starter  # noqa: E402
 
-WIDTH, HEIGHT = 980, 1245  # pixels: down to the misconceptions
+WIDTH, SCALE = 736, 2  # pixels of the window, and of the picture for each of them
 MISTAKES = {  # student → a piece of the reference, and what the student writes instead
     "dora": ("self.add_to_shard(mean)", "self.add_to_shard(mean * dist.get_world_size())"),
     "emil": ("self.gathered.untyped_storage().resize_(0)", "pass"),
-    "gina": ("return min(rank * chunk, n), min((rank + 1) * chunk, n)", "return rank * chunk, (rank + 1) * chunk"),
+    "gina": (
+        "return min(rank * chunk, n), min((rank + 1) * chunk, n)",
+        "return rank * chunk, (rank + 1) * chunk",
+    ),
     "ines": ("        self.is_whole = True\n", "        while not self.is_whole:\n            pass\n"),
 }
 
@@ -33,7 +36,10 @@ def submissions() -> dict[str, str]:
     """Return the file of each student."""
     text = (HERE.parent / "solutions" / "my_fsdp.py").read_text()
     whole = stage(text, "04")
-    found = {**dict.fromkeys(("ada", "ben", "dan"), whole), **dict.fromkeys(("carla", "hugo"), stage(text, "03"))}
+    found = {
+        **dict.fromkeys(("ada", "ben", "dan"), whole),
+        **dict.fromkeys(("carla", "hugo"), stage(text, "03")),
+    }
     for name, (piece, mistake) in MISTAKES.items():
         assert piece in whole, piece
         found[name] = whole.replace(piece, mistake, 1)
@@ -47,18 +53,30 @@ def graded(folder: Path) -> Path:
         (folder / "class" / name / "my_fsdp.py").write_text(text)
     (folder / "class" / "fred.tar.gz").write_bytes(b"\x1f\x8b\x08\x00 damaged")
     command = [sys.executable, "-m", "hwfsdp", "grade", str(folder / "class"), "--upto", "04", "--seed", "1"]
-    subprocess.run([*command, "--out", str(folder / "grades")], check=False)  # 1: there is something to look at
+    subprocess.run(
+        [*command, "--out", str(folder / "grades")], check=False
+    )  # 1: there is something to look at
     return folder / "grades" / "grades.html"
 
 
 def main() -> None:
-    """Write gradebook.png and gradebook_dark.png, the top of the page."""
+    """Write gradebook.png and gradebook_dark.png, the top of the page, down to the misconceptions."""
     with tempfile.TemporaryDirectory() as folder:
         page = graded(Path(folder))
         with browser(Path(folder, "browser")) as tab:
             for name, dark in (("gradebook", False), ("gradebook_dark", True)):
-                tab.look(WIDTH, HEIGHT, dark=dark)
+                tab.look(WIDTH, 600, dark=dark)
                 tab.open(page.absolute().as_uri())
+                end = tab.run(
+                    "Math.ceil(document.querySelector('.columns').getBoundingClientRect().bottom) + 10"
+                )
+                tab.call(
+                    "Emulation.setDeviceMetricsOverride",
+                    width=WIDTH,
+                    height=end,
+                    deviceScaleFactor=SCALE,
+                    mobile=False,
+                )
                 picture = Image.open(io.BytesIO(tab.png())).convert("RGB").quantize(64)
                 picture.save(HERE / f"{name}.png", optimize=True)
 

@@ -6,6 +6,7 @@ The page plays a step of a GPT on virtual GPUs, so the times are the same on eve
 from __future__ import annotations
 
 import io
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -19,30 +20,50 @@ from browser import Tab, browser  # noqa: E402
 from hwfsdp.plot.player.page import make_page  # noqa: E402
 from players import STEP, step_of_gpt  # noqa: E402
 
-WIDTH, SCALE = 1100, 2  # pixels of the window, and of the picture for each of them
+WIDTH, PHONE, SCALE = 1100, 390, 2  # pixels of the windows, and of the picture for each of them
 
 
 def main() -> None:
-    """Write player.png and player_dark.png: the page of a player, down to its panes' end."""
+    """Write player.png, the page of a player down to its panes' end, and player_phone.png, its timeline on a phone; both also dark."""
     with tempfile.TemporaryDirectory() as folder, browser(Path(folder, "browser")) as tab:
         page = Path(folder, "player.html")
         make_page([(STEP, step_of_gpt())]).save(page)
-        for name, dark in (("player", False), ("player_dark", True)):
+        for end, dark in (("", False), ("_dark", True)):
             tab.look(WIDTH, 600, dark=dark)
             tab.open(page.as_uri())
-            picture = Image.open(io.BytesIO(_taken(tab))).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-            picture.save(HERE / f"{name}.png", optimize=True)
+            _save(_taken(tab, WIDTH, math.ceil(_sides(tab, "main")[1]) + 10), f"player{end}.png")
+            tab.look(PHONE, 600, dark=dark)
+            tab.open(page.as_uri())
+            picture = _taken(
+                tab, PHONE, 1200
+            )  # so high that the bar at the bottom covers no part of the timeline
+            top, bottom = _sides(tab, "#timeline")
+            box = (0, round(SCALE * top) - 8, picture.width, round(SCALE * bottom) + 8)
+            _save(picture.crop(box), f"player_phone{end}.png")
 
 
-def _taken(tab: Tab) -> bytes:
-    """Take the page from its top to the end of its panes, at `SCALE` times the pixels of the window."""
-    height = tab.run("Math.ceil(document.querySelector('main').getBoundingClientRect().bottom) + 10")
+def _taken(tab: Tab, width: int, height: int) -> Image.Image:
+    """Take the top of the page, at `SCALE` times the pixels of the window."""
     tab.call(
-        "Emulation.setDeviceMetricsOverride", width=WIDTH, height=height, deviceScaleFactor=SCALE, mobile=False
+        "Emulation.setDeviceMetricsOverride",
+        width=width,
+        height=height,
+        deviceScaleFactor=SCALE,
+        mobile=False,
     )
     tab.run("state.change({})")  # the canvases draw again, for these pixels
     tab.drawn()
-    return tab.png()
+    return Image.open(io.BytesIO(tab.png())).convert("RGB")
+
+
+def _sides(tab: Tab, selector: str) -> tuple[float, float]:
+    """Return where an element begins and ends, in pixels of the window from its top."""
+    box = tab.run(f"document.querySelector('{selector}').getBoundingClientRect().toJSON()")
+    return box["top"], box["bottom"]
+
+
+def _save(picture: Image.Image, name: str) -> None:
+    picture.quantize(256, dither=Image.Dither.NONE).save(HERE / name, optimize=True)
 
 
 if __name__ == "__main__":
