@@ -1,5 +1,5 @@
 // Pictures are enlarged by a click or by Enter, blocks of code know their columns, cells of stacked tables the names of their columns, and
-// predictions get a box to write in. The text in the box stays in the page.
+// predictions get a box to write in. The text in the box stays in the page. Long names in tables may be broken after an underscore.
 function enlarge(picture) {
   const dialog = document.createElement("dialog");
   dialog.className = "enlarged";
@@ -35,6 +35,9 @@ document.addEventListener("DOMContentLoaded", () => {
   for (const table of document.querySelectorAll(".stacked table")) {
     const names = [...table.querySelectorAll("th")].map((name) => name.textContent);
     for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, i) => { cell.dataset.column = names[i]; });
+  }
+  for (const word of document.querySelectorAll(".stacked code .pre")) {
+    if (word.textContent.length > 28) word.innerHTML = word.innerHTML.replaceAll("_", "_<wbr>");
   }
   for (const answer of document.querySelectorAll("details.predict")) answer.before(predictionBox());
   for (const question of document.querySelectorAll(":is(#predict, [id^=before-you-code]) > ol > li")) question.append(predictionBox());
