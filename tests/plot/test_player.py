@@ -104,6 +104,13 @@ def test_states_of_groups_in_the_player_equal_the_lifetimes(log: EventLog) -> No
     assert found == expected and {state for _, state, *_ in found} >= {"gathering", "full", "reducing"}
 
 
+@pytest.mark.parametrize("missing", [("copy_out", "alloc"), ("free",)], ids=["filling", "freeing"])
+def test_states_are_left_out_where_no_event_shows_their_end(log: EventLog, missing: tuple[str, ...]) -> None:
+    untold = EventLog([e for e in log.events if e.op not in missing])
+    (packed,) = pack([("x", untold)])["logs"]
+    assert packed["states"]["state"] == []
+
+
 def test_a_log_without_events_or_with_too_many_for_a_page_is_refused(
     log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,11 @@ def twice(log: EventLog) -> EventLog:
     return EventLog([*log.events, *again], log.samples, log.about)
 
 
+def without_filling(log: EventLog) -> EventLog:
+    """Return events that do not show how gathered memory is filled and freed, as of a file that packs and copies in its own way."""
+    return EventLog([e for e in log.events if e.op not in ("copy_out", "alloc", "free")])
+
+
 @pytest.fixture(scope="module")
 def log() -> EventLog:
     return spread(step(), RANKS)
@@ -67,7 +72,8 @@ def log() -> EventLog:
 def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Write pages, and return their addresses.
 
-    The pages are of the log, of two logs, of many ranks, of two steps, of hostile names, and of one rank without code.
+    The pages are of the log, of two logs, of many ranks, of two steps, of hostile names, of one rank without events that show how
+    gathered memory is filled and freed, and of one without code.
     """
     folder = tmp_path_factory.mktemp("pages")
     hostile = EventLog([replace(e, owner=HOSTILE) for e in log.events], log.samples, log.about)
@@ -78,6 +84,7 @@ def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "steps": [("steps.json", twice(log))],
         "predicted": [("a.json", step()), ("b.json", step(reshard=False))],
         "hostile": [(HOSTILE, hostile)],
+        "stateless": [("untold.json", without_filling(step()))],
         "bare": [("bare.json", EventLog([replace(e, code="") for e in step().events]))],
     }
     for name, logs in made.items():
@@ -158,7 +165,7 @@ def test_every_pane_shows_its_colors(
 
 
 def test_a_frame_is_as_high_as_its_page(chromium: Tab, log: EventLog, tmp_path: Path) -> None:
-    for number, each in enumerate((log, step(), EventLog(step().events))):
+    for number, each in enumerate((log, step(), EventLog(step().events), without_filling(step()))):
         frame = make_page([("x", each)])._repr_html_()
         path = tmp_path / f"{number}.html"
         path.write_text(
@@ -194,6 +201,21 @@ def test_a_narrow_screen_has_large_touch_targets_and_whole_names(tab: Tab, pages
             wide = f"(() => {{ const e = document.querySelector('{box_of}'); return e.scrollWidth - e.clientWidth; }})()"
             assert tab.run(wide) <= 0, box_of
         assert tab.run("document.documentElement.scrollWidth") <= NARROW[0]
+
+
+def test_where_states_are_not_known_there_is_no_pane_of_parameters_but_groups_to_step_through(
+    tab: Tab, pages: dict[str, str]
+) -> None:
+    choices = "[...document.querySelectorAll('#steps-through option')].map((o) => o.textContent)"
+    for size in (WIDE, NARROW):
+        tab.look(*size)
+        for page, shown in (("bare", True), ("stateless", False)):
+            tab.open(pages[page])
+            assert tab.run("document.querySelector('#parameters').offsetHeight > 0") is shown, (size, page)
+            assert len(tab.run(choices)) == 1 + 4, page  # the rank, three blocks and the root
+        right = "document.querySelector('main').getBoundingClientRect().right"
+        if size is WIDE:
+            assert tab.run(f"{right} - document.querySelector('#code').getBoundingClientRect().right") < 1
 
 
 def test_a_log_cannot_run_scripts_in_the_page_through_its_names(tab: Tab, pages: dict[str, str]) -> None:

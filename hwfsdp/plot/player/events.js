@@ -129,10 +129,11 @@ class Log {
     return forms.find((form) => context.measureText(form).width <= room) ?? fittingName(context, owner, room);
   }
 
-  /** Groups in the order of the run; where the log does not list them, those whose states are seen. */
+  /** Groups in the order of the run; where the log does not list them, those with collectives or states. */
   get groupNames() {
-    return this.groups.length ? this.groups.map((g) => g.fqn) : this.owners.filter((owner) =>
-      owner && this.ranks.some((rank) => this.states.has(`${rank} ${owner}`)));
+    if (this.groups.length) return this.groups.map((g) => g.fqn);
+    const sent = new Set(this.events.filter((event) => COLLECTIVES.has(event.op)).map((event) => event.owner));
+    return this.owners.filter((owner) => owner && (sent.has(owner) || this.ranks.some((rank) => this.states.has(`${rank} ${owner}`))));
   }
 
   /** Bytes by kind at a time: a sample holds until the next one. */

@@ -17,6 +17,7 @@ function start() {
   ];
   document.body.classList.toggle("pair", isPair);
   document.body.classList.toggle("unsampled", logs.every((log) => log.samples.size === 0));
+  document.body.classList.toggle("stateless", logs.every((log) => log.states.size === 0));
   fitFrame();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state.change({}));
   state.change({});

@@ -226,7 +226,10 @@ def _pack_samples(samples: Sequence[Sample], begin: float) -> dict[str, Any]:
 
 
 def _pack_states(log: EventLog, owners: Table, begin: float) -> dict[str, Any]:
-    found = [*find_lifetimes(log.events), *find_reductions(log.events)]
+    """Return the states of groups. If the log does not show how gathered memory is filled and freed, they are not known: no states."""
+    ops = {e.op for e in log.events}
+    is_known = "free" in ops and not ops.isdisjoint({"copy_out", "alloc"})
+    found = [*find_lifetimes(log.events), *find_reductions(log.events)] if is_known else []
     return {
         "names": GROUP_STATES,
         "rank": [each.rank for each in found],

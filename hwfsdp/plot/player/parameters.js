@@ -37,16 +37,12 @@ class Parameters {
   }
 
   draw() {
+    if (!this.groups.length) return; // then the page does not show this pane
     const size = this.size = this.layOut(), { scroller } = this;
     this.tall.style.height = `${size.full}px`;
     this.section.style.setProperty("--rows", `${CELL.head + 34 * this.groups.length + 2}px`); // where no memory stands beside it
     this.followGroup();
     const context = this.surface.begin(scroller.clientWidth, scroller.clientHeight);
-    if (!this.groups.length) {
-      context.fillStyle = this.looks.soft;
-      context.fillText("The log names no parameter group.", 8, 20);
-      return;
-    }
     const top = scroller.scrollTop, first = Math.floor(top / size.height), last = (top + scroller.clientHeight) / size.height;
     for (let row = first; row < Math.min(this.groups.length, last); row += 1) {
       const y = CELL.head + row * size.height - top;
