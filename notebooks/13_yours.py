@@ -28,8 +28,12 @@ SEED = 7  # the seed of the inputs that the tests draw
 import subprocess
 import sys
 
+from hwfsdp.course.exercises import find_course
+
+COURSE = find_course().root
 done = subprocess.run(
     [sys.executable, "-m", "hwfsdp", "check", str(EXERCISE), "--seed", str(SEED)],
+    cwd=COURSE,
     capture_output=True,
     text=True,
 )
@@ -46,12 +50,11 @@ print(done.stdout)
 
 # %%
 from hwfsdp.course import compare
-from hwfsdp.course.exercises import find_course
 from hwfsdp.course.findings import Finding
 from hwfsdp.course.machines import WIDE
 from hwfsdp.plot.timeline import plot_comparison
 
-MINE = find_course().root / "exercises" / "my_fsdp.py"
+MINE = COURSE / "exercises" / "my_fsdp.py"
 steps = {"hwfsdp": compare.step_of(compare.OURS, WIDE, "host")}
 try:
     steps = {"yours": compare.step_of(MINE, WIDE, "host"), **steps}

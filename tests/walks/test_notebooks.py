@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,17 @@ def test_a_notebook_equals_its_source_states_its_needs_and_defines_no_algorithm(
             node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
         ]
         assert [f.name for f in functions if (f.end_lineno or 0) - f.lineno >= LONGEST] == []
+
+
+def test_no_notebook_prints_where_its_author_keeps_the_course() -> None:
+    for path in SOURCES:
+        outputs = [
+            o
+            for c in nbformat.read(path.with_suffix(".ipynb"), as_version=4).cells
+            for o in c.get("outputs", ())
+        ]
+        printed = "".join(output.text for output in outputs if output.output_type == "stream")
+        assert re.findall(r"(?<![\w.~])/\w+/[\w./]+\.(?:py|md)", printed) == [], path.name
 
 
 def test_the_names_of_the_package_that_a_notebook_imports_exist() -> None:
