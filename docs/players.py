@@ -8,6 +8,7 @@ ranks on this machine. Players of the reference show its events and times, but n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,7 +78,9 @@ def stations(machine: str, *numbers: str, trains: bool = True) -> Logs:
             path = Path(folder, f"after_{number}.py")
             path.write_text(stage(marked, number))
             step = step_of(path, WIDE if trains else EVALUATION, machine)
-            logs[f"after station {number}"] = drawn(step)
+            log = drawn(step)
+            shown = [replace(e, code="") for e in log.events]  # the page must not show the reference
+            logs[f"after station {number}"] = EventLog(shown, about=log.about)
     return logs
 
 

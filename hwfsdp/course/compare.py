@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 from hwfsdp.course.findings import Finding
-from hwfsdp.course.machines import WIDE, Program, Step, askers, probe_step
+from hwfsdp.course.machines import MACHINES, WIDE, Program, Step, askers, probe_step
 from hwfsdp.course.ranks import Course
 from hwfsdp.course.text import rendered, write_whole
 from hwfsdp.optional_packages import needed_by
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES, Event
+from hwfsdp.observe.run_info import VIRTUAL
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,13 +60,37 @@ def figures(mine: Step, theirs: Step) -> list[Row]:
 
 
 def _row(name: str, unit: str, mine: Step, theirs: Step, figure: Callable[[Step], float]) -> Row:
-    digits = 0 if unit == "MB" else 1
-    return Row(name, *(f"{figure(step):,.{digits}f} {unit}" for step in (mine, theirs)))
+    return Row(name, *(f"{figure(step):,.1f} {unit}" for step in (mine, theirs)))
 
 
 def drawn(step: Step) -> EventLog:
-    """Return what a picture shows of a step: units that compute, collectives, and waits for them."""
-    return EventLog([*_spans(step), *(e for e in step.events if e.op in COLLECTIVES or e.op == "wait")])
+    """Return what a picture shows of a step: units that compute, collectives, and waits for them.
+
+    All streams of one kind are one stream here: a file may make a stream for every call. A file may also name a collective after a
+    parameter, as in "weight". Then its owner here is the unit, if the memory shows which one.
+    """
+    units = {section.unit for section in step.sections}
+    travels = [
+        replace(
+            e,
+            owner=e.owner if e.owner in units else _unit_of(step, e) or e.owner,
+            stream=e.stream.partition(" ")[0],
+        )
+        for e in step.events
+        if e.op in COLLECTIVES or e.op == "wait"
+    ]
+    device = MACHINES[step.machine].device.name.removeprefix("a ")
+    return EventLog([*_spans(step), *travels], about={"device": VIRTUAL + device})
+
+
+def _unit_of(step: Step, travel: Event) -> str:
+    """Return the unit that first reads what a gather wrote, or last wrote what a reduction reads; "" if no unit does."""
+    own = [(e, section.unit) for section in step.sections if section.unit for e in section.events]
+    if travel.op == "all_gather":
+        keys = set(travel.writes)
+        return next((unit for e, unit in own if e.seq > travel.seq and keys.intersection(e.reads)), "")
+    keys = set(travel.reads)
+    return next((unit for e, unit in reversed(own) if e.seq < travel.seq and keys.intersection(e.writes)), "")
 
 
 def _spans(step: Step) -> Iterator[Event]:

@@ -16,6 +16,7 @@ from hwfsdp.course.machines import WIDE, Step
 from hwfsdp.course.ranks import Course
 from hwfsdp.course.text import rendered
 from hwfsdp.launcher.fork_server import start_server
+from hwfsdp.plot.player.page_data import pack
 
 ROOT = Path(__file__).parents[2]
 MARKED = ROOT / "solutions" / "my_fsdp.py"
@@ -42,7 +43,9 @@ def test_the_table_has_the_figures_of_both_steps(steps: tuple[Step, Step]) -> No
     assert rows["step"][1:] == (f"{mine.step_us / 1e3:,.1f} ms", f"{theirs.step_us / 1e3:,.1f} ms")
     exposed = rows["gathers of the forward travel alone"]
     assert exposed.mine == f"{sum(mine.exposed_us('forward')) / 1e3:,.1f} ms" != exposed.theirs
-    assert rows["peak of memory"].theirs == f"{theirs.peak_bytes / 1e6:,.0f} MB"
+    peak = rows["peak of memory"]
+    assert peak[1:] == (f"{mine.peak_bytes / 1e6:,.1f} MB", f"{theirs.peak_bytes / 1e6:,.1f} MB")
+    assert peak.mine != peak.theirs
     assert mine.step_us > 1.2 * theirs.step_us  # as 09 and 10 say
 
 
@@ -56,6 +59,27 @@ def test_the_picture_has_the_compute_of_each_unit_and_its_collectives(steps: tup
         assert sum(e.op == "reduce_scatter" for e in events) == 5
     words = [text.get_text() for axes in compare.picture(*steps).axes for text in axes.texts]
     assert {compare.MINE, compare.THEIRS, *"01234"} <= set(words)
+
+
+def test_collectives_of_single_parameters_are_on_one_stream_of_each_kind_and_named_after_units(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "my_fsdp.py").write_text(stages.stage(MARKED.read_text(), "04"))
+    step = compare.step_of(tmp_path / "my_fsdp.py", WIDE, "host")
+    assert {"weight", "bias"} <= {e.owner for e in step.events}
+    assert len({e.stream for e in step.events}) > 2 * 40  # one for each of the gathers and reductions
+    log, each = compare.drawn(step), 8  # parameters of a block
+    owners = {op: [e.owner for e in log.select(op)] for op in ("all_gather", "reduce_scatter")}
+    assert owners["all_gather"] == [unit for _, unit in SECTIONS for _ in range(each)]
+    assert owners["reduce_scatter"] == [unit for unit in "43210" for _ in range(each)]
+    assert {e.stream for e in log.events} == {"compute", *owners}
+
+
+@pytest.mark.parametrize("machine", ["gpu", "host"])
+def test_the_log_of_a_picture_says_that_its_times_are_calculated(machine: str) -> None:
+    log = compare.drawn(compare.step_of(compare.OURS, machines.EVALUATION, machine))
+    (packed,) = pack([("x", log)])["logs"]
+    assert packed["predicted"] and packed["states"]["state"] == []
 
 
 def test_the_certificate_draws_both_steps_on_one_scale(steps: tuple[Step, Step]) -> None:

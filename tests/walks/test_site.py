@@ -25,6 +25,7 @@ from sybil.parsers.markdown import PythonCodeBlockParser
 from browser import browser, find_browser
 from hwfsdp.core.context import FSDPCommContext
 from hwfsdp.core.state import FSDPState
+from hwfsdp.plot.player.page_data import pack
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -206,6 +207,16 @@ def test_every_player_of_the_site_has_a_page_and_a_place_on_it(monkeypatch: pyte
         )
         place = rf"[/ (]{player.at}\b" if player.at.endswith(".png") else f"## {player.at}"
         assert re.search(place, page.read_text(), re.IGNORECASE), name
+
+
+@pytest.mark.long
+def test_players_of_the_reference_show_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    from players import stations
+
+    for name, log in stations("host", "03", trains=False).items():
+        data = pack([(name, log)])
+        assert data["functions"] == {} and data["logs"][0]["predicted"]
 
 
 REMOTES = {
