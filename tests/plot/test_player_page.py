@@ -558,6 +558,7 @@ def test_a_page_without_a_start_opens_at_a_wait_for_a_gather_or_where_two_logs_p
     assert tab.run("[state.event.op, awaited(state.event).op]") == ["wait", "all_gather"]
     assert tab.run("state.event === longestWaits(state.log, 1, 'all_gather')[0]")
     assert "The pane Code says why" in tab.text(first)
+    assert tab.text("#code-title") == "Code"
     said = tab.text("#code")
     assert "Compute stands still" in said and "waits for all_gather of" in said
     tab.drawn()
@@ -567,6 +568,28 @@ def test_a_page_without_a_start_opens_at_a_wait_for_a_gather_or_where_two_logs_p
     tab.open(pages["two"])
     assert tab.run("state.event === state.parting[0]")
     assert "A and B do not share" in tab.text(first)
+
+
+def test_where_no_event_has_code_the_pane_is_named_event_and_names_no_place(
+    tab: Tab, pages: dict[str, str]
+) -> None:
+    tab.open(pages["bare"])
+    assert tab.text("#code-title") == "Event" and "The pane Event says why" in tab.text("#begin")
+    assert "Compute stands still" in tab.text("#code") and "line" not in tab.text("#code")
+    tab.look(*NARROW)
+    tab.open(pages["bare"])
+    assert "Compute stands still" in tab.text("#now")
+    assert tab.run("document.querySelector('#code').offsetHeight") == 0  # #now has said all
+
+
+def test_without_samples_of_memory_a_comparison_has_no_row_of_memory(tab: Tab, tmp_path: Path) -> None:
+    for has_samples in (True, False):
+        logs = [step(reshard) for reshard in (True, False)]
+        shown = [EventLog(each.events, each.samples if has_samples else {}, each.about) for each in logs]
+        make_page(list(zip("ab", shown, strict=True))).save(tmp_path / "pair.html")
+        tab.open((tmp_path / "pair.html").as_uri())
+        assert ("most bytes alive" in tab.text("#compared")) is has_samples
+        assert ("peaks are exact" in tab.text("#exact")) is has_samples
 
 
 def test_a_page_opens_at_a_wait_that_the_order_explains_not_at_a_rank_that_is_late(

@@ -1,5 +1,6 @@
 "use strict";
-// The event under the cursor in words, and the line that issued it, in its function, with what the function promises.
+// The event under the cursor in words, and the line that issued it, in its function, with what the function promises. If no event of
+// the logs has code, the pane is "Event".
 
 class Code {
   constructor(state, functions) {
@@ -8,7 +9,9 @@ class Code {
     this.now = document.getElementById("now"); // on a narrow screen the event is explained here, beside the buttons
     this.shown = undefined; // nothing yet, not even that there is no event
     this.chosen = 0; // which of the event's places: 0 is the line that issued it
-    document.getElementById("code").classList.toggle("bare", Object.keys(functions).length === 0);
+    this.isBare = Object.keys(functions).length === 0;
+    document.getElementById("code").classList.toggle("bare", this.isBare);
+    if (this.isBare) document.getElementById("code-title").textContent = "Event";
   }
 
   draw() {
@@ -32,7 +35,7 @@ class Code {
     for (const reason of reasonsOf(event)) said.push(make("div", { class: "reason" }, whole(reason)));
     this.body.replaceChildren(make("div", { class: "event" }, ...said));
     if (!places.length) {
-      this.body.append(make("p", { class: "soft" }, "The log does not say which line issued this event."));
+      if (!this.isBare) this.body.append(make("p", { class: "soft" }, "The log does not say which line issued this event."));
       return;
     }
     this.body.append(this.trail(places), ...this.functionAt(places[this.chosen]));

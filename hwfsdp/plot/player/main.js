@@ -9,11 +9,11 @@ function start() {
   const looks = new Looks(data), isPair = data.logs.length > 1;
   const logs = data.logs.map((packed, side) => new Log(packed, isPair ? side : null, data.places, looks));
   state = new State(logs);
+  const code = new Code(state, data.functions); // the summary names this pane
   const summary = new Summary(state, data.comparison ?? null, data.start ?? null);
   controls = new Controls(state);
   state.panes = [
-    new Timeline(state, looks), new Memory(state, looks), new Parameters(state, looks),
-    new Code(state, data.functions), summary, controls,
+    new Timeline(state, looks), new Memory(state, looks), new Parameters(state, looks), code, summary, controls,
   ];
   document.body.classList.toggle("pair", isPair);
   document.body.classList.toggle("unsampled", logs.every((log) => log.samples.size === 0));

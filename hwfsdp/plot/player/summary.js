@@ -70,7 +70,7 @@ class Summary {
     const rows = [
       ["step", comparison.step_us.a, comparison.step_us.b, msText, times("step_us")],
       ["exposed communication", comparison.exposed_comm_us.a, comparison.exposed_comm_us.b, msText, times("exposed_comm_us")],
-      ["most bytes alive on a rank", ...peaks, bytesText],
+      ...(peaks.every(Boolean) ? [["most bytes alive on a rank", ...peaks, bytesText]] : []),
       ...(whole ? [["most bytes of whole parameters", whole.a, whole.b, bytesText]] : []),
       ...(gathered ? [["gathered in a step, by one rank", ...ofOneRank("bytes"), bytesText]] : []),
       ...(gathered ? [["gathers in a step, by one rank", ...ofOneRank("calls"), countText]] : []),
@@ -90,7 +90,7 @@ class Summary {
     const spread = logs.some((log) => log.times.step_us.length > 1)
       ? `In parentheses: the shortest and the longest of the ${counts} recorded steps.`
       : "One step was recorded, so the spread of its times is not known.";
-    const bytes = "Bytes, counts and peaks are exact.";
+    const bytes = logs.every((log) => log.samples.size) ? "Bytes, counts and peaks are exact." : "Bytes and counts are exact.";
     if (logs.every((log) => log.isPredicted)) return `A simulation predicts these times, so they are the same in every run. ${bytes}`;
     return `${spread} Measured times differ from run to run. ${bytes}`;
   }
@@ -126,7 +126,7 @@ class Summary {
       return "at the first event that A and B do not share. The table below says what follows from it";
     }
     if (wait) {
-      const explained = matchMedia("(max-width: 900px)").matches ? "The text below" : "The pane Code";
+      const explained = matchMedia("(max-width: 900px)").matches ? "The text below" : `The pane ${document.getElementById("code-title").textContent}`;
       const source = awaited(wait), what = source.op === "all_gather" ? "a gather" : source.op === "reduce_scatter" ? "a reduction" : `the ${source.op}`;
       state.choose(wait);
       if (matchMedia("(max-width: 560px)").matches) this.showStep(wait); // few pixels: one step is readable, two are not
