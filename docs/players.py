@@ -112,7 +112,7 @@ def of_faq(name: str) -> Logs:
 
 EXERCISES = {
     "03_naive_fsdp": (
-        "Play a forward of the reference: how long is each unit whole?",
+        "Play a forward of the reference: how long does each unit wait for its gathers?",
         partial(stations, "host", "03", trains=False),
     ),
     "06_mixed_precision": (
