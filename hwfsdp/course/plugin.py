@@ -131,6 +131,7 @@ class _Waiting:
         with suppress(OSError):
             self._terminal = open("/dev/tty", "w") if shown else None
         self._over, self._said = threading.Event(), ""
+        self._thread: threading.Thread | None = None
 
     def say(self, text: str) -> None:
         """Replace the line."""
@@ -141,18 +142,22 @@ class _Waiting:
 
     def count(self, courses: Sequence[Course]) -> None:
         """Say from now on how many runs of these files are over."""
-        threading.Thread(target=self._count, args=(courses,), daemon=True).start()
+        if self._terminal is not None:
+            self._thread = threading.Thread(target=self._count, args=(courses,), daemon=True)
+            self._thread.start()
 
     def _count(self, courses: Sequence[Course]) -> None:
-        while self._terminal is not None and not self._over.wait(0.2):
-            done, asked = map(sum, zip(*(course.progress() for course in courses)))
-            self.say(f"{done} of {asked} runs are over")
+        while not self._over.wait(0.2):
+            with suppress(OSError):  # the folder of a run has just gone
+                done, asked = map(sum, zip(*(course.progress() for course in courses)))
+                self.say(f"{done} of {asked} runs are over")
 
     def end(self) -> None:
         """Remove the line."""
         self._over.set()
+        if self._thread is not None:
+            self._thread.join()
         self.say("")
-        self._terminal = None
 
 
 _SESSION = pytest.StashKey[Session]()
