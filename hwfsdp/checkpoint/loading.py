@@ -182,7 +182,8 @@ def load_from(
     Args:
         plan_of: makes the plan of this rank. Files that it opens are closed by the context that it gets.
         what: the subject of errors about keys. strict, allow_cast: see `load`.
-        together: the ranks have different keys, and together those of the checkpoint. Otherwise each rank has all of them.
+        together: True: each rank has some of the keys, and all ranks together must have those of the checkpoint. False: each rank
+            must have all of them.
 
     Returns:
         Which keys were left out, in words: for a warning of this rank. "" if there are none, or if rank 0 warns of the same keys.

@@ -309,7 +309,7 @@ def check_tensor(path: KeyPath, tensor: Tensor, ranks: list[int]) -> None:
 def _places_in_models(
     tree: dict[str, list[Any]], models: list[Any], device: torch.device | None, held: ExitStack
 ) -> tuple[dict[KeyPath, Any], list[KeyPath]]:
-    """Add the models' state dicts to the tree. Return their entries, and the paths of those that were on the meta device.
+    """Add the models' state dicts to the tree. Return their entries by path, and the paths that were on the meta device.
 
     Models on the meta device get memory. They keep it if the context `held` ends without an error. Then a module also gets the
     entries that are not tensors.

@@ -139,7 +139,7 @@ def _for_students(page: Path, last: str) -> str:
 
 
 def _leave_out_pictures(out: Path) -> None:
-    """Remove pictures that no page of the edition shows: those for the site's dark theme, and those of parts that were left out."""
+    """Remove pictures that no page of the edition shows. Some are for the site's dark theme, others belong to parts that are left out."""
     texts = {
         path: path.read_text(encoding="utf-8") for kind in ("*.md", "*.ipynb") for path in out.rglob(kind)
     }

@@ -203,7 +203,7 @@ def test_every_player_of_the_site_has_a_page_and_a_place_on_it(monkeypatch: pyte
 
     for name, player in PLAYERS.items():
         page = next(
-            root / f"{player.page}.md" for root in (DOCS, ROOT) if (root / f"{player.page}.md").exists()
+            root / f"{player.page}.md" for root in (ROOT, DOCS) if (root / f"{player.page}.md").exists()
         )
         place = rf"[/ (]{player.at}\b" if player.at.endswith(".png") else f"## {player.at}"
         assert re.search(place, page.read_text(), re.IGNORECASE), name
