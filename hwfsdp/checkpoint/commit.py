@@ -60,7 +60,7 @@ from torch import Tensor
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.error_messages import KeyPath, damaged, refusal, refuse, told, with_size
 from hwfsdp.checkpoint.manifest import BLOCK_BYTES, FORMAT, LARGEST, SAVE_ID, VERSION, Manifest, from_bytes
-from hwfsdp.checkpoint.manifest import name_of, parse_json
+from hwfsdp.checkpoint.manifest import checksum, name_of, parse_json
 from hwfsdp.checkpoint.traverse import items_of, map_leaves
 from hwfsdp.errors import CheckpointError, StateError, UsageError
 
@@ -71,7 +71,7 @@ _WRITE_BYTES = 8 * BLOCK_BYTES  # per call; between two calls, `check` may stop 
 
 def checksums_of(data: memoryview, block_bytes: int = BLOCK_BYTES) -> list[int]:
     """Return the CRC-32 of each block."""
-    return [zlib.crc32(data[start : start + block_bytes]) for start in range(0, len(data), block_bytes)]
+    return [checksum(data[start : start + block_bytes]) for start in range(0, len(data), block_bytes)]
 
 
 def write_file(
@@ -259,7 +259,7 @@ def _current_bytes(save_id: str, digest: str) -> bytes:
     """Return what `CURRENT` holds: the id of the save that counts, and the SHA-256 of its manifest."""
     tree = {"format": FORMAT, "version": VERSION, "save": save_id, "manifest_sha256": digest}
     text = json.dumps(tree)[:-1]
-    return f'{text}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'.encode()
+    return f'{text}, "crc32": "{checksum(text.encode()):08x}"}}\n'.encode()
 
 
 def read_manifest(current: Current) -> Manifest:

@@ -29,7 +29,6 @@ import os
 import re
 import secrets
 import tempfile
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ from hwfsdp.checkpoint.error_messages import KeyPath, damaged, of_disk, path_of,
 from hwfsdp.checkpoint.error_messages import with_size
 from hwfsdp.checkpoint.loading import Blocks, LoadPlan, Source, read_tensors
 from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Entry, Manifest, TensorEntry, ValueEntry, decode
-from hwfsdp.checkpoint.manifest import name_of_constant
+from hwfsdp.checkpoint.manifest import checksum, name_of_constant
 from hwfsdp.checkpoint.part_files import read as read_parts
 from hwfsdp.checkpoint.saving import Target, describe, save_agreed
 from hwfsdp.checkpoint.traverse import container_like, items_of, leaves_of, nest, unflatten_state_dict
@@ -271,7 +270,7 @@ class Safetensors(Source):
         self.manifest = Manifest("", (), containers, entries)
 
     def check(self, entry: TensorEntry, chunk: Chunk) -> None:
-        if chunk.crc32 and zlib.crc32(view_bytes(self.tensor(entry, chunk))) != chunk.crc32[0]:
+        if chunk.crc32 and checksum(view_bytes(self.tensor(entry, chunk))) != chunk.crc32[0]:
             expected, remedy = "the bytes that were written", "Write it again."
             raise damaged(self.path, expected, "others, by their CRC-32", key=show(entry.path), remedy=remedy)
 
@@ -317,7 +316,7 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
                 expected, remedy = "a name of its own for every tensor", "Rename one of the two."
                 refuse(names[path], expected, "two tensors of that name", remedy)
             tensors[names[path]] = values[path].detach().contiguous()
-    crc32 = {name: zlib.crc32(view_bytes(tensor)) for name, tensor in tensors.items()}
+    crc32 = {name: checksum(view_bytes(tensor)) for name, tensor in tensors.items()}
     containers = [(path, kind) for path, kind, _ in description["containers"]]
     header = json.dumps({"containers": containers, "entries": entries, "crc32": crc32})
     _commit_safetensors(tensors, target, {"format": "pt", _HEADER: header})

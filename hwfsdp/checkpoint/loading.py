@@ -39,7 +39,6 @@ from __future__ import annotations
 import copy
 import mmap
 import os
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -62,7 +61,7 @@ from hwfsdp.checkpoint.boxes import view_bytes, within
 from hwfsdp.checkpoint.error_messages import KeyPath, check_in_common, damaged, on_one_side, path_of, refuse
 from hwfsdp.checkpoint.error_messages import said_once, show, warn_left_out
 from hwfsdp.checkpoint.manifest import PICKLES, Chunk, Manifest, TensorEntry, ValueEntry, aligned, decode
-from hwfsdp.checkpoint.manifest import header_of, name_of
+from hwfsdp.checkpoint.manifest import checksum, header_of, name_of
 from hwfsdp.checkpoint.meta import NewMemory, check_all_filled
 from hwfsdp.checkpoint.staging import overlaps_itself, view_of
 from hwfsdp.checkpoint.traverse import child_of, find_per_rank, is_within, items_of, leaves_of, put
@@ -576,7 +575,7 @@ class Blocks(Source):
         commit.read_exactly(fd, into, chunk.at + start, path, key)
         for done in range(0, len(into), block_bytes):
             written = chunk.crc32[(start + done) // block_bytes]
-            crc = zlib.crc32(into[done : done + block_bytes])
+            crc = checksum(into[done : done + block_bytes])
             if crc != written:
                 expected, got = f"a block with the checksum {written:08x}", f"{crc:08x}: it is damaged"
                 raise damaged(path, expected, got, chunk.at + start + done, key)

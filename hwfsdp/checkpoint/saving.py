@@ -34,7 +34,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -54,8 +53,8 @@ from hwfsdp.checkpoint.boxes import Box, box_from, check_data, check_kind, find_
 from hwfsdp.checkpoint.boxes import pieces_of, slices_of, values_in, view_bytes
 from hwfsdp.checkpoint.error_messages import KeyPath, path_of, refusal, refuse, show, with_size
 from hwfsdp.checkpoint.manifest import ALIGNMENT, BLOCK_BYTES, LARGEST, Chunk, Entry, Manifest, TensorEntry
-from hwfsdp.checkpoint.manifest import ValueEntry, aligned, check_manifest, dtype_named, encode, header_of
-from hwfsdp.checkpoint.manifest import name_of, name_of_constant, to_bytes
+from hwfsdp.checkpoint.manifest import ValueEntry, aligned, check_manifest, checksum, dtype_named, encode
+from hwfsdp.checkpoint.manifest import header_of, name_of, name_of_constant, to_bytes
 from hwfsdp.checkpoint.staging import StateDictStager
 from hwfsdp.checkpoint.traverse import container_kind, containers_in, find_per_rank, is_within, items_of
 from hwfsdp.checkpoint.traverse import leaves_of, state_dict_of
@@ -290,7 +289,7 @@ def describe(
                 entry["alias"] = known["path"]
             if not entry["own"] and _has_replicas(value, world_size):
                 entry["crc32"] = known.get("crc32") or [
-                    zlib.crc32(view_bytes(values_in(value, box))) for box in entry["boxes"]
+                    checksum(view_bytes(values_in(value, box))) for box in entry["boxes"]
                 ]
     kinds = [
         (path, container_kind(tree), is_within(path, per_rank))

@@ -10,12 +10,15 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hwfsdp
+from hwfsdp import checkpoint
+from hwfsdp.checkpoint import manifest
 from hwfsdp.optional_packages import EXTRAS, missing
 from suites import long
 
@@ -24,7 +27,7 @@ HIDDEN = f"""
 import sys
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {sorted(EXTRAS)!r}:
+        if name.partition(".")[0] in {[*sorted(EXTRAS), "zlib_ng"]!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Hidden())
 """
@@ -78,6 +81,8 @@ def light(tmp_path: Path) -> Any:
 def test_training_recording_and_checkpoints_need_torch_and_numpy_only(light: Any, tmp_path: Path) -> None:
     done = light("-c", TRAINED, str(tmp_path / "save"))
     assert done.stdout.strip() == str([["all_gather", "reduce_scatter"]] * 2), done.stdout + done.stderr
+    assert manifest.checksum is not zlib.crc32  # the ranks above had no other
+    checkpoint.verify(tmp_path / "save")
 
 
 @pytest.mark.parametrize(
@@ -169,4 +174,4 @@ def test_every_extra_that_a_message_names_installs_the_package() -> None:
         assert package in wanted or (package, "jupyter" in wanted) == ("ipython", True), package
         assert f"'.[{extra}]'" in str(missing(module, "it"))
     needed = {line.partition(">")[0] for line in parser["options"]["install_requires"].split("\n") if line}
-    assert needed == {"torch", "numpy"}
+    assert needed == {"torch", "numpy", "zlib-ng"}
