@@ -255,6 +255,7 @@ class GroupTransport(Transport):
     def __init__(self, ranks: Axis, device: torch.device, name: str = "", shapes: object = ()) -> None:
         super().__init__(ranks, device)
         self.name, self.member = name, Member(ranks.group, name, shapes)
+        self._is_compared = ranks.group is not None and compat.collectives_are_checked()
         self.gather: AllGather = DefaultAllGather(ranks.group)
         self.scatter: ReduceScatter = DefaultReduceScatter(ranks.group)
         self.reduce_group: Group = None
@@ -286,10 +287,9 @@ class GroupTransport(Transport):
 
     def _compare(self, group: Group, how: object = None) -> None:
         """With DETAIL debugging, check that every rank of `group` calls for this parameter group. Shared memory always checks it."""
-        if group is None or not compat.collectives_are_checked():
-            return
-        if not (isinstance(how, Readable) and how.shares_memory(group, self.device)):
-            self.member.compare(group, self.device)
+        if self._is_compared and group is not None:
+            if not (isinstance(how, Readable) and how.shares_memory(group, self.device)):
+                self.member.compare(group, self.device)
 
     def all_gather(self, whole: Tensor, part: Tensor, async_op: bool) -> Work | None:
         group, call = self.ranks.group, self._call("all_gather", whole, self.ranks.group)
