@@ -30,8 +30,8 @@ Note [Groups without an input gradient]
     happens if the group's module ran twice, and autograd reached one of the runs late.
 
 Note [Recomputation]
-    Activation checkpointing runs a forward again, inside the backward. If it repeats a whole sharded module, pre-backward has not
-    come yet, and the phase is IDLE; then the forward gathers. If it repeats a part of the module, the phase is PRE_BACKWARD, and
+    Activation checkpointing runs a forward again, inside the backward. With `use_reentrant=True`, it repeats a whole sharded module
+    before pre-backward: the phase is IDLE, and the forward gathers. Otherwise pre-backward came first: the phase is PRE_BACKWARD, and
     the parameters are there. In both cases they are not freed after that forward, because the backward of the same module follows.
     The order of such forwards is not learned.
 """
@@ -261,12 +261,16 @@ class FSDPState:
         self.root.forward_root = None  # checkpointing may have cut a recomputation short
         self.root.backwards += 1
         self.root.finish_queued = False
-        for state in self.root.states:
+        for state in self.states_to_finish():
             late = any(group.has_late_gradients for group in state.groups)
             if state.phase is not Phase.POST_BACKWARD or late:
                 state.post_backward()
             state.phase = Phase.IDLE
         self.comm_ctx.settle()
+
+    def states_to_finish(self) -> Sequence[FSDPState]:
+        """Return the states below the root whose part of a backward is over when the backward is over."""
+        return self.root.states
 
     def end_iteration(self) -> None:
         """Leave nothing in flight, no buffer, no unused gather, and no order of forwards. The optimizer comes next."""

@@ -35,8 +35,8 @@ from hwfsdp.features.lookup import (
     IGNORED,
     STAND_INS,
     Living,
-    all_groups,
     outermost_caller,
+    owners_of,
     warn,
 )
 from hwfsdp.features.user_changes import FSDPParam, has_own_class
@@ -51,14 +51,14 @@ class Checked:
 
     Attributes:
         version, params: the number of changes of models, and the ids of the optimizer's parameters, at the check.
-        is_stale: True if a warning has said that the optimizer is older than the sharded model.
+        is_older: True if a warning has said that the optimizer is older than the sharded model.
         unclaimed: parameters that no group has, and of which no warning was given: id → (name, parameter).
         told: the ids of those of which a warning was given.
     """
 
     version: int = -1
     params: list[int] = field(default_factory=list)
-    is_stale: bool = False
+    is_older: bool = False
     unclaimed: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
 
@@ -77,9 +77,7 @@ def look_at_optimizer(optimizer: Optimizer, *_: Any) -> None:
         _check(optimizer, checked)
     if checked.unclaimed:
         _warn_of_unclaimed(optimizer, checked)
-    left = [group for group in all_groups() if any(param.has_unreduced_grad for param in group.params)]
-    if left or _told:
-        _warn_of_unsynchronized(optimizer, left)
+    _warn_of_unsynchronized(optimizer)
 
 
 def note_new_model(ignored: Iterable[nn.Parameter] = ()) -> None:
@@ -160,8 +158,8 @@ def _put_shards_into(optimizer: Optimizer) -> None:
 
 def _warn_of_claimed(optimizer: Optimizer, checked: Checked, params: Sequence[Tensor]) -> None:
     stale = [getattr(p, CLAIMED) for p in params if hasattr(p, CLAIMED)]
-    if stale and not checked.is_stale:
-        checked.is_stale = True
+    if stale and not checked.is_older:
+        checked.is_older = True
         warn(
             f"{type(optimizer).__name__} was built before fully_shard. It has {len(stale)} parameters that are no longer "
             f"the model's, for example {stale[0]!r}, and its steps change nothing. "
@@ -213,11 +211,13 @@ def _warn_of_unclaimed(optimizer: Optimizer, checked: Checked) -> None:
         )
 
 
-def _warn_of_unsynchronized(optimizer: Optimizer, left: Sequence[ParamGroup]) -> None:
+def _warn_of_unsynchronized(optimizer: Optimizer) -> None:
     """Warn once about each group, until its gradients are reduced or dropped."""
-    _told.intersection_update(left)
-    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    new = [g for g in left if g not in _told and any(id(p.sharded_param) in params for p in g.params)]
+    held = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+    groups = {param.group for param in owners_of(held)}
+    left = {group for group in groups if any(param.has_unreduced_grad for param in group.params)}
+    new = left - {*_told}
+    _told.difference_update(groups - left)
     _told.update(new)
     names = sorted(group.name for group in new)
     if names:

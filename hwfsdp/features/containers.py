@@ -28,15 +28,15 @@ class Lent:
     """The containers of one forward's arguments.
 
     Attributes:
-        containers: the containers, by id. visited: their ids, as far as the newest mapping has come; None before the first one.
-        is_entered: True once the forward was prepared without an error.
-        before: (what the module got, what the caller passed) for tensors, and for tuples in which one was replaced, by the id of
-            the first.
+        containers: the containers, by id. visited: the ids of those that the newest `map_inputs` has visited; None before the first.
+        is_inner: True if the module has called itself. is_entered: True once the forward was prepared without an error.
+        before: for tensors, and for tuples in which one was replaced: (what the module got, what the caller passed), by the id of
+            what the module got.
     """
 
     def __init__(self) -> None:
         self.containers: dict[int, Any] = {}
-        self.is_entered = False
+        self.is_inner = self.is_entered = False
         self.visited: set[int] | None = None
         self.before: dict[int, tuple[Any, Any]] = {}
 

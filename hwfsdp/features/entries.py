@@ -8,9 +8,9 @@ nobody would reduce the gradients.
 So before each backward, this feature walks over the graph, from the tensors where the backward begins to the outputs of the
 outermost module. Usually these are the few nodes of a loss. A node on this walk that uses a parameter calls pre-backward.
 
-Below the outputs, the hooks of the schedule suffice, with two exceptions, in which the walk covers the whole graph (about 1 µs
-per node): a module returned an object of an unknown class; or a module ran twice, because its second forward may have used
-tensors of its first one.
+Below the outputs, the hooks of the schedule suffice, with three exceptions, in which the walk goes on below them (1 to 3 µs per
+node): a module returned an object of an unknown class; a module ran twice, because its second forward may have used tensors of its
+first one; or a backward ran inside the forward. A graph that does not pass through a sharded model is walked whole.
 
 Frozen parameters have no node in the graph. A node may use them if the forward of their module made it: autograd numbers its
 nodes.
@@ -32,13 +32,14 @@ from torch.nn.utils.rnn import PackedSequence
 from hwfsdp.core.private_torch import base_of_view, in_backward, in_transforms
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.precision import map_tensors, tensors_with_grad
-from hwfsdp.core.state import Phase
+from hwfsdp.core.state import Args, Kwargs, Phase
 from hwfsdp.features import private_autograd
 from hwfsdp.features.feature_state import FeatureState
 from hwfsdp.features.lookup import Living, calls_in_progress, parameter_of
 
-# keys in the metadata of nodes
-OUTPUT, ENTRY = "hwfsdp: output of the outermost module", "hwfsdp: calls pre-backward"
+# keys in the metadata of nodes: of one that made an output of the outermost module, whether the walk goes on; what it calls
+OUTPUT, ENTRY = "hwfsdp: the walk goes on", "hwfsdp: calls pre-backward"
+PENDING, _RETAINED = 64, 4  # forwards whose nodes are known, and those of them after their iteration
 PLAIN = (Tensor, PackedSequence, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 # The result of these operations has the memory of their input. Others compute new memory, which stays.
 VIEW = re.compile(
@@ -55,11 +56,16 @@ class EnteredState(FeatureState):
 
     Attributes:
         hid_outputs: True if the module has returned an object of an unknown class since the last backward.
-        forwards: the numbers of the nodes that its last forwards made, if the group has frozen parameters.
+        forwards: the numbers of the nodes that its forwards made, if the group has frozen parameters: of those since the last
+            iteration that ended, and of a few before, whose graphs may have been retained.
     """
 
-    hid_outputs, _began = False, 0
+    hid_outputs, _began, _backwards_before = False, 0, 0
     forwards: deque[range]
+
+    def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        self._backwards_before = self.root.backwards
+        return super().begin_iteration(args, kwargs)
 
     def note_forward_and_predict(self) -> list[ParamGroup]:
         self._began = private_autograd.next_node_number()
@@ -91,19 +97,28 @@ class EnteredState(FeatureState):
         return output
 
     def end_iteration_forward(self, output: Any) -> Any:
-        """Mark the nodes that made the outputs of the outermost module."""
+        """Mark the nodes that made the outputs of the outermost module: does the walk go on below them?"""
         output = super().end_iteration_forward(output)
         if torch.is_grad_enabled() and not in_backward():
+            goes_on = self.is_entered_below()
             for tensor in tensors_with_grad(output):
                 for made in (tensor, base_of_view(tensor)):
                     if made is not None and made.grad_fn is not None:
-                        private_autograd.notes_of(made.grad_fn)[OUTPUT] = self
+                        private_autograd.notes_of(made.grad_fn)[OUTPUT] = goes_on
         return output
 
     def is_entered_below(self) -> bool:
-        """True if a backward may enter a module below the outputs of the outermost module, but not through outputs of its own."""
+        """True if a backward may enter a module below the outputs of this forward, but not through outputs of its own."""
         ran = self.comm_ctx.post_forward_order
-        return len(ran) > len({*ran}) or any(state.hid_outputs for state in self.states)
+        had_backward = self.root.backwards > self._backwards_before
+        return had_backward or len(ran) > len({*ran}) or any(state.hid_outputs for state in self.states)
+
+    def end_iteration(self) -> None:
+        super().end_iteration()
+        for state in self.states:
+            state.hid_outputs = False
+            while len(state.forwards) > _RETAINED:
+                state.forwards.popleft()
 
     def enter(self, *_: Any) -> None:
         """Call pre-backward, unless the module is in its backward already."""
@@ -172,8 +187,7 @@ def walk(begin: Iterable[Node]) -> Iterator[Node]:
             yield node
         elif node not in seen:
             seen.add(node)
-            state = private_autograd.notes_of(node).get(OUTPUT)
-            if state is None or state.is_entered_below():
+            if private_autograd.notes_of(node).get(OUTPUT, True):
                 stack.append((node, True))
                 stack += [(child, False) for child, _ in node.next_functions if child is not None]
 

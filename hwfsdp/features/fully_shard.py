@@ -34,7 +34,7 @@ from hwfsdp.features.checks import (
 )
 from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
 from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, HybridReducer, hybrid_mesh
-from hwfsdp.features.lookup import all_groups
+from hwfsdp.features.lookup import all_groups, owners_of
 from hwfsdp.features.layouts import layout_of
 from hwfsdp.features.module import FSDPModule
 from hwfsdp.features.policies import MixedPrecisionPolicy, OffloadPolicy, memory_of, policy_of
@@ -258,10 +258,9 @@ def changed_by(optimizer: Optimizer) -> list[ParamGroup]:
     If it also holds other DTensors, return all groups, because these DTensors may share memory with shards. For an optimizer without
     DTensors, return none. Such an optimizer may exist on one rank only, and then only this rank would gather again.
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)}
-    owned = [(group, {id(p.sharded_param) for p in group.params}) for group in (all_groups() if held else ())]
-    has_others = not held.issubset(set().union(*(ids for _, ids in owned)))
-    return [group for group, ids in owned if has_others or not held.isdisjoint(ids)]
+    held = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+    owners = owners_of(held)
+    return all_groups() if len(owners) < len(held) else [*dict.fromkeys(param.group for param in owners)]
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]  # torch's has it, too

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -49,6 +49,28 @@ def parameter_of(whole: Tensor) -> FSDPParam | None:
     """Return the `FSDPParam` of a parameter that modules had in place of the sharded one; None for any other tensor."""
     owner = STAND_INS.get(whole)
     return owner and owner()  # type: ignore[no-any-return]
+
+
+_by_shard: dict[int, ref[FSDPParam]] = (
+    {}
+)  # by the id of the sharded parameter, as it was when it was looked up last
+
+
+def owners_of(shards: Iterable[Tensor]) -> list[FSDPParam]:
+    """Return the `FSDPParam`s of sharded parameters. Other tensors have none, and are left out."""
+    global _by_shard
+    shards = list(shards)
+    found = [param for shard in shards if (param := _known_owner(shard)) is not None]
+    if len(found) < len(shards):  # new models, or parameters that the user has replaced
+        _by_shard = {id(param.sharded_param): ref(param) for group in all_groups() for param in group.params}
+        found = [param for shard in shards if (param := _known_owner(shard)) is not None]
+    return found
+
+
+def _known_owner(shard: Tensor) -> FSDPParam | None:
+    known = _by_shard.get(id(shard))
+    param = known() if known is not None else None
+    return param if param is not None and param.sharded_param is shard else None
 
 
 # --- The stack ----------------------------------------------------------------------------------------------

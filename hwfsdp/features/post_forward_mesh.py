@@ -118,9 +118,18 @@ def post_forward_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
     made = _smaller.setdefault(dist.group.WORLD, {})
     key = (mesh.mesh, size)
     if key not in made:
-        grid = DeviceMesh(mesh.mesh.device_type, mesh.mesh.mesh.view(-1, size))
+        grid = grid_of(mesh.mesh, size)
         made[key] = HybridMesh(grid, axis_along(grid, 1), mesh.device, axis_along(grid, 0))
     return made[key]
+
+
+def grid_of(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """Arrange the ranks of `mesh` in rows of `size`. Only these ranks need to call this, so `mesh` may be a slice of a larger one."""
+    ranks = mesh.mesh.view(-1, size)
+    ((row, column),) = (ranks == dist.get_rank()).nonzero().tolist()
+    lines = ranks[:, column].tolist(), ranks[row].tolist()
+    groups = [dist.new_group(line, use_local_synchronization=True) for line in lines]
+    return DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 class PostForwardParam(FSDPParam):

@@ -17,19 +17,22 @@ from torch import nn
 from hwfsdp.core import group as core, observer
 from hwfsdp.core.context import RootContext
 from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.core.private_torch import in_backward
 from hwfsdp.core.state import Args, Kwargs, Phase
 from hwfsdp.core.device_streams import StreamEvent
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.features.advice import ComparingState
 from hwfsdp.features.checks import CheckedState, check_ready
 from hwfsdp.features.containers import LendingState, Lent
-from hwfsdp.features.entries import EnteredState
+from hwfsdp.features.entries import PENDING, EnteredState
 from hwfsdp.features.finalization import FinalizedState
+from hwfsdp.features.lookup import all_groups
 from hwfsdp.features.whole import explain_in_forward
 from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
 from hwfsdp.features.module_lists import SeveralModules
 from hwfsdp.features.param_meshes import MeshesState
 from hwfsdp.features.recovery import backward_broke
+from hwfsdp.features.user_changes import warn_of_old_values
 from hwfsdp.interop.pipelines import StagedState
 from hwfsdp.interop.profiler import follow_profiler
 from hwfsdp.interop.torch_view import ViewedState
@@ -52,7 +55,7 @@ class FSDPState(
         forward_prefetch, backward_prefetch: states whose groups are gathered next. If empty, the expected group is gathered.
         post_optim_event: the event that the next iteration's gathers wait for, instead of all work on compute. Only the root's
             value counts.
-        max_reductions: the number of reductions that may be in flight. The largest number of a model's states counts.
+        max_reductions: the number of reductions that may be in flight. Of the states that share streams, the largest number counts.
 
     If several bases have a method, the first one's runs first, and calls the next one's:
 
@@ -84,7 +87,7 @@ class FSDPState(
     ) -> None:
         self.lent: list[Lent] = []
         self.to_run: set[nn.Module] = set()
-        self.forwards: deque[range] = deque(maxlen=4)
+        self.forwards: deque[range] = deque(maxlen=PENDING)
         super().__init__(modules, group, comm_ctx, policy, device, auto_reshard, name)
         if group:
             group.join(self)
@@ -98,6 +101,7 @@ class FSDPState(
         self.lent.append(Lent())  # before all lines that raise: `post_forward` takes it away
         self.refuse_pending_reduction()
         self.break_off_left_over()  # before all lines that look at the phase
+        self.lent[-1].is_inner = self.phase is Phase.FORWARD and len(self.modules) == 1
         self.expect_all_modules()
         args, kwargs = super().pre_forward(module, args, kwargs)
         args, kwargs = self.lend(args, kwargs)
@@ -110,6 +114,8 @@ class FSDPState(
         try:
             if self.break_off_raised() or not (self.lent and self.lent[-1].is_entered):
                 return output
+            if self.lent[-1].is_inner:  # the outer forward goes on
+                return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
             return super().post_forward(module, args, output)
         finally:
             self.give_back()
@@ -118,6 +124,9 @@ class FSDPState(
         """Begin the outermost forward."""
         self.refuse_tracing()
         self.clear_up()  # becomes the root, if this is the first forward
+        for state in self.states:  # after a KeyboardInterrupt, forwards are listed that did not end
+            state.lent = state.lent[-1:] if state is self else []
+            warn_of_old_values(state.groups)
         args, kwargs = super().begin_iteration(args, kwargs)
         self.check_stage()
         return args, kwargs
@@ -146,9 +155,9 @@ class FSDPState(
             raise
 
     def share_max_reductions(self) -> None:
-        """Set the number of reductions that may be in flight: the largest that any state asks for. All groups share this limit."""
-        asked = [state.max_reductions for state in self.states if state.groups]
-        self.comm_ctx.max_reductions = max(asked, default=1)
+        """Set the number of reductions that may be in flight: the largest that the state of any group with these streams asks for."""
+        sharing = [group for group in all_groups() if group.comm_ctx is self.comm_ctx]
+        self.comm_ctx.max_reductions = max([group.state.max_reductions for group in sharing], default=1)
 
     def name_for_other_ranks(self) -> None:
         """Name the groups for the other ranks, too (`comm.group_identity`)."""
@@ -175,8 +184,10 @@ class FSDPState(
     # --- gathers ahead ---
 
     def note_forward_and_predict(self) -> list[core.ParamGroup]:
-        """Return the groups to gather meanwhile: what the user's list says, or else the expected ones."""
+        """Return the groups to gather meanwhile: what the user's list says, or else the expected ones. None in a recomputation."""
         learned = super().note_forward_and_predict()  # also if a list decides: this notes the order
+        if in_backward():
+            return []
         return [group for state in self.forward_prefetch for group in state.groups] or learned
 
     def note_backward_and_predict(self) -> list[core.ParamGroup]:
@@ -213,10 +224,15 @@ class FSDPState(
         super().pre_backward()
 
     def finish_states(self) -> None:
+        """End a backward. It may have run inside a forward, whose modules need their parameters until it ends."""
+        outermost = cast("FSDPState | None", self.root.forward_root)
         super().finish_states()
+        if outermost is not None and outermost.lent:
+            self.root.forward_root = outermost
         self.note_end_of_backward()
-        for state in self.states:
-            state.hid_outputs = False
+
+    def states_to_finish(self) -> list[FSDPState]:
+        return [state for state in self.states if not state.lent]
 
     # --- outside of the schedule ---
 

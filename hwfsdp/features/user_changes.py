@@ -108,6 +108,18 @@ def keep_writes_before_step(groups: Sequence[ParamGroup]) -> None:
             param.is_stale = True
 
 
+def warn_of_old_values(groups: Sequence[ParamGroup]) -> None:
+    """Warn of groups that a forward is about to use whole, although their shards were written since the gather."""
+    for group in [group for group in groups if group.is_unsharded]:
+        writes = writes_to([param.sharded_param for param in group.params])
+        written = [p for p, now in zip(group.params, writes, strict=True) if now != p.shard_writes]
+        if written:
+            written[0].warn_once(
+                "was written, but its group is still whole, so this forward computes with the values before. Call reshard() on "
+                "the module after writing to shards."
+            )
+
+
 def wholes_of(params: Sequence[FSDPParam]) -> list[nn.Parameter]:
     return [param.unsharded_param for param in params]  # type: ignore[misc]
 

@@ -1,0 +1,212 @@
+"""Modules that call themselves, backwards inside forwards, and forwards that wait for their backwards: gradients of the plain model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hwfsdp import fully_shard, launch, register_fsdp_forward_method, share_comm_ctx
+from oracles import ours
+from together import Together
+
+
+class Autoencoder(nn.Module):
+    """Calls two of its own methods that are forward methods, too, and computes after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coder, self.decoder, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.coder(x).tanh()
+
+    def decode(self, code: Tensor) -> Tensor:
+        return self.decoder(code).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.decode(self.encode(x)))
+
+
+class Tree(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = self.first(x)
+        return self.last(x + self(x, depth - 1) if depth else x)
+
+
+class Force(nn.Module):
+    """Runs a backward in its forward, and computes with its own parameter after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return force * self.scale
+
+
+class Keeps(nn.Module):
+    """Adds to each run what it kept of the runs before; some of what it kept has only frozen parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.last = nn.Linear(4, 4, bias=False).requires_grad_(False), nn.Linear(4, 4)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(self.frozen(x))
+        return self.last(sum(self.kept, x))
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module, runs: int = 1) -> None:
+        super().__init__()
+        self.first, self.inner, self.last, self.runs = nn.Linear(4, 4), inner, nn.Linear(4, 2), runs
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.runs):
+            x = self.inner(x)
+        return self.last(x)
+
+
+class Hidden:
+    """An object of a class that nobody knows."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Hides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(self.layers(x))
+
+
+class AroundHides(Around):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)).value)
+
+
+def inputs(number: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+
+
+def one_backward(model: Any) -> None:
+    model(inputs(0)).square().sum().backward()
+
+
+def two_pending(model: Any) -> None:
+    losses = [model(inputs(number)).square().sum() for number in range(2)]
+    for loss in losses:
+        loss.backward()
+
+
+def one_after_the_other(model: Any) -> None:
+    for number in range(2):
+        for module in model.modules():
+            if isinstance(module, Keeps):
+                module.kept = []
+        model(inputs(number)).square().sum().backward()
+
+
+def of_all_kept(model: Any) -> None:
+    model.inner.kept = []
+    for number in range(8):
+        model(inputs(number))
+    sum(each.square().sum() for each in model.inner.kept).backward()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
+    "forward methods in the root's forward": (Autoencoder, one_after_the_other),
+    "forward methods in a forward": (lambda: Around(Autoencoder()), one_after_the_other),
+    "a root that calls itself": (Tree, one_after_the_other),
+    "a module that calls itself": (lambda: Around(Tree()), two_pending),
+    "a backward in the root's forward": (Force, one_after_the_other),
+    "a backward in a forward": (lambda: Around(Force()), two_pending),
+    "two pending forwards through unknown objects": (lambda: AroundHides(Hides()), two_pending),
+    "a module that runs twice": (lambda: Around(Keeps(), runs=2), one_after_the_other),
+    "many pending forwards with frozen parameters": (lambda: Around(Keeps()), of_all_kept),
+}
+
+
+def wrong_gradients(case: str, layers: bool) -> list[str]:
+    """Name the gradients that differ from the plain model's. Every rank has the same inputs. `layers`: each layer is a group, too."""
+    make, run = CASES[case]
+    torch.manual_seed(0)
+    plain = make()
+    model: Any = copy.deepcopy(plain)
+    inner = getattr(model, "inner", model)
+    groups = [module for module in model.modules() if layers and isinstance(module, nn.Linear)]
+    for module in dict.fromkeys([*groups, inner, model]):
+        ours(module, reshard_after_forward=True)
+    for name in ("encode", "decode") if isinstance(inner, Autoencoder) else ():
+        register_fsdp_forward_method(inner, name)
+    for each in (plain, model):
+        run(each)
+    grads = [None if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
+    return [
+        f"{name}: {grad} instead of {p.grad}"
+        for (name, p), grad in zip(plain.named_parameters(), grads, strict=True)
+        if (p.grad is None) != (grad is None)
+        or p.grad is not None
+        and not torch.allclose(grad, p.grad, 1e-4, 1e-5)
+    ]
+
+
+two = Together(2)
+for _case in CASES:
+    for _layers in (False, True):
+        two.add(f"{_case}, {_layers}", functools.partial(wrong_gradients, _case, _layers), [])
+
+
+@two.finds(3)
+def a_shared_context_has_the_largest_limit_of_all_its_roots() -> int:
+    first, second = ours(nn.Linear(4, 4)), ours(nn.Linear(4, 4))
+    share_comm_ctx([first, second])
+    first.set_reduce_scatter_max_input_buffers(3)
+    for model in (first, second):
+        model(inputs(0))
+    limit: int = second._get_fsdp_state().comm_ctx.max_reductions
+    return limit
+
+
+test_on_two_ranks = two.test()
+
+
+def gradients_over_a_slice() -> list[list[Tensor]]:
+    """Train on a slice of a larger mesh, with two and with all four of its ranks after forward."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("stage", "data"))["data"]
+    found = []
+    for after_forward in (2, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], mesh=mesh, reshard_after_forward=after_forward)
+        fully_shard(model, mesh=mesh)
+        model(inputs(0)).square().sum().backward()
+        found.append([param.grad.full_tensor() for param in model.parameters()])
+    return found
+
+
+@pytest.mark.long
+def test_the_mesh_of_fewer_ranks_is_made_on_each_slice_of_a_larger_mesh() -> None:
+    for fewer, all_four in launch(gradients_over_a_slice, 8, timeout=60):
+        assert all(map(torch.equal, fewer, all_four))
