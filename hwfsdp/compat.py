@@ -1,6 +1,6 @@
-"""Private API of torch. Only this module, and `core.private_torch` for the core, use private API.
+"""Private parts of torch. `core.private_torch` has those of the core, and `features.private_autograd` those of autograd.
 
-Supported: torch 2.11 to 2.15. Everything else in this package uses documented API.
+Supported: torch 2.11 to 2.15. Everything else in this package uses documented parts.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from typing import Any
 
 
 from hwfsdp.checkpoint.boxes import Box, intersection, within
-from hwfsdp.core.sharding import chunk_extents
-from exercise_pictures.drawing import box, cells, clear, headline, say
+from exercise_pictures.drawing import box, cells, chunk_extents, clear, headline, say
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Axes, Figure
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
+from hwfsdp.core.sharding import Extent, chunk_extent
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Axes, FancyArrowPatch, Figure, Rectangle
 
 Point = tuple[float, float]
+
+
+def chunk_extents(n: int, ranks: int) -> list[Extent]:
+    """Return the rows of every rank."""
+    return [chunk_extent(n, ranks, rank) for rank in range(ranks)]
 
 
 def clear(axes: Axes, x: Point, y: Point) -> None:

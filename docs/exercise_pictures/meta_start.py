@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hwfsdp.core.sharding import Extent, chunk_extents
-from exercise_pictures.drawing import box, caption, clear, noise, say
+from hwfsdp.core.sharding import Extent
+from exercise_pictures.drawing import box, caption, chunk_extents, clear, noise, say
 from hwfsdp.layout.init_shards import row_generator
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Axes, Figure

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hwfsdp.core import layout as storage
-from hwfsdp.core.sharding import chunk_extents, padded_local_numel, padded_local_shape
-from exercise_pictures.drawing import arrow, cells, clear, headline, say
+from hwfsdp.core.sharding import padded_local_numel, padded_local_shape
+from exercise_pictures.drawing import arrow, cells, chunk_extents, clear, headline, say
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Axes, Figure
 

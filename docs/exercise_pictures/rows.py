@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 
-from hwfsdp.core.sharding import chunk_extents, chunk_length
-from exercise_pictures.drawing import caption, cells, clear, name_ranks, say
+from hwfsdp.core.sharding import chunk_length
+from exercise_pictures.drawing import caption, cells, chunk_extents, clear, name_ranks, say
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Axes, Figure
 

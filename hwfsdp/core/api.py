@@ -78,8 +78,7 @@ def fully_shard(
         transport = Transport(over.shard, over.device)
         group = ParamGroup(type(module).__name__, params, over, comm_ctx, transport, Reducer())
         group.reshard_after_forward = reshard_after_forward is not False
-        for param in params:
-            follow_state_dicts(param, group)
+        follow_state_dicts(group)
     FSDPState([module], group, comm_ctx, mp_policy, over.device, auto_reshard=reshard_after_forward is None)
     become_fsdp_module(module, FSDPModule)
     return module
@@ -151,23 +150,31 @@ def move_to(device: torch.device, modules: Sequence[nn.Module], found: Sequence[
 _claimed: WeakValueDictionary[tuple[int, str], ParamGroup] = WeakValueDictionary()
 
 
-def follow_state_dicts(param: FSDPParam, group: ParamGroup) -> None:
-    """Make state dicts hold the shard of a parameter. Note the group that has it.
+def follow_state_dicts(group: ParamGroup) -> None:
+    """Make state dicts hold the shards of a group. Note the group that has each parameter.
 
-    Hooks of the modules that have the parameter register the shards of its group before a save or a load. After a load, the
-    parameter adopts a new shard.
+    Before a save or a load, hooks of the modules that have the parameters put the shards of the whole group back. After a load, the
+    parameters of the loaded module adopt new shards.
     """
+    by_module: dict[nn.Module, list[FSDPParam]] = {}
+    for param in group.params:
+        for module, name in param.places:
+            _claimed[id(module), name] = group
+            by_module.setdefault(module, []).append(param)
 
     def reshard(*_: Any) -> None:
         group.drop_gather()  # the values may change next
-        if param.state is not ShardedState.SHARDED:
+        if any(param.state is not ShardedState.SHARDED for param in group.params):
             group.reshard()
 
-    for module, name in param.places:
-        _claimed[id(module), name] = group
+    def adopt(module: nn.Module, *_: Any) -> None:
+        for param in by_module[module]:
+            param.adopt_registered()
+
+    for module in by_module:
         module.register_state_dict_pre_hook(reshard)
         module.register_load_state_dict_pre_hook(reshard)
-        module.register_load_state_dict_post_hook(lambda *_: param.adopt_registered())
+        module.register_load_state_dict_post_hook(adopt)
 
 
 # --- What every sharded module also is -----------------------------------------------------------------------

@@ -75,7 +75,7 @@ class FSDPCommContext:
 
     # --- the order of forwards ---
 
-    def note_forward(self, group: ParamGroup) -> None:
+    def note_end_of_forward(self, group: ParamGroup) -> None:
         """Record that the forward of `group` has ended."""
         group.post_forward_indices.append(len(self.post_forward_order))
         self.post_forward_order.append(group)
@@ -154,7 +154,7 @@ class RootContext:
         forward_root: the state of the outermost running forward; None between forwards. Not always the root: a part
             of the model may be called by itself.
         forwards_before: the length of `post_forward_order` when this iteration began. It is above 0 if an earlier forward still
-            waits for its backward.
+            waits for its backward, or one of another model that shares the context.
         guessed: groups that were gathered ahead in this forward. If unused, they are stale after the next optimizer step.
         is_last_backward: if True, the end of the next backward waits for all reductions and forgets the order.
         finish_queued: if True, autograd will call `finish_backward` at the end of the running backward.

@@ -151,7 +151,7 @@ def mean_over(ranks: int, dtype: torch.dtype, divide_by: float | None = None, on
         divide_by: the divisor, if it is not the number of ranks. only_sum: if True, the backend does not divide.
     """
     spare = dtype in (torch.float32, torch.bfloat16)
-    if spare and ranks > 1 and divide_by is None and not only_sum:
+    if spare and ranks > 1 and divide_by in (None, ranks) and not only_sum:
         return Mean(1, dist.ReduceOp.AVG, 1)
     divisor, before = float(ranks if divide_by is None else divide_by), 1.0
     while not spare and divisor % before == 0 and before * before < divisor:

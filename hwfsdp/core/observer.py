@@ -10,10 +10,12 @@ listens. With an empty slot a moment costs one call and one test.
 | inputs_to_device, cast_forward_inputs, cast_forward_outputs | state | inputs and outputs are moved or cast |
 | forward_prefetch, backward_prefetch | group | the gather of another group is started ahead |
 | all_gather, copy_in, copy_out | transport | the three steps of a gather; `copy_in` of a reduction, too |
-| reduce_scatter, wait_for_reduction | transport | a reduction is started, or waited for |
+| reduce_scatter, all_reduce, wait_for_reduction | transport | a reduction is started, or waited for |
 | take_and_free, post_backward_rs_wait, …_reduce, …_accumulate | group | the steps of post-backward |
+| part | group | one of several groups of a module is gathered or reduced (`features.param_meshes`) |
+| broken_off | state | an exception has ended the iteration (`features.recovery`) |
 
-Subjects have `name`, the name of the parameter group.
+Subjects have `name`: the name of a module or of a parameter group.
 """
 
 from __future__ import annotations

@@ -107,7 +107,6 @@ class FSDPParam:
     ) -> None:
         self.name, self.places, self.policy = name, tuple(places), policy
         self.layout, self.memory = layout, memory
-        self.mesh = layout.mesh
         self.local_numel, self.padded_numel = torch.Size(layout.local_shape).numel(), layout.padded_numel
         self.state: Enum = ShardedState.SHARDED
         self.unsharded_param: nn.Parameter | None = None
@@ -116,12 +115,6 @@ class FSDPParam:
         private_torch.inherit_grad_dtype(self.sharded_param, param)
         self.dtypes = resolve_dtypes(self.sharded_param, policy)
         register_parameter(self.places, self.sharded_param)
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's rows: the local part of the sharded parameter."""
-        assert isinstance(self.sharded_param, DTensor)
-        return local_of(self.sharded_param)
 
     @torch.no_grad()
     def shard(self, whole: Tensor, requires_grad: bool) -> None:

@@ -35,11 +35,6 @@ def chunk_length(n: int, world_size: int) -> int:
     return -(-n // world_size)
 
 
-def padded_length(n: int, world_size: int) -> int:
-    """Return the number of rows on the wire: the smallest multiple of `world_size` that is at least `n`."""
-    return chunk_length(n, world_size) * world_size
-
-
 def chunk_extent(n: int, world_size: int, rank: int) -> Extent:
     """Return the rows of `rank` if `n` rows are cut for `world_size` ranks as `torch.chunk` cuts them.
 
@@ -48,11 +43,6 @@ def chunk_extent(n: int, world_size: int, rank: int) -> Extent:
     length = chunk_length(n, world_size)
     start = min(rank * length, n)
     return Extent(start, min(length, n - start))
-
-
-def chunk_extents(n: int, world_size: int) -> list[Extent]:
-    """Return `chunk_extent` of every rank. Together, the extents cover `range(n)` once, in order."""
-    return [chunk_extent(n, world_size, rank) for rank in range(world_size)]
 
 
 def local_shape(shape: Sequence[int], world_size: int, rank: int) -> tuple[int, ...]:

@@ -185,7 +185,7 @@ class FSDPState:
         """
         if self.group and not private_torch.in_backward():
             self.group.post_forward()
-            self.comm_ctx.note_forward(self.group)
+            self.comm_ctx.note_end_of_forward(self.group)
         self.phase = Phase.IDLE
         return self.watch(output, self.pre_backward)
 

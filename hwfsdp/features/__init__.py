@@ -1,4 +1,5 @@
-"""What FSDP2 can do beyond the core. Each feature is one file, except for its methods of modules. The core knows none of them.
+"""What FSDP2 can do beyond the core. Each feature is one file, except for its methods of modules and its settings of
+schedules. The core knows none of them.
 
 `fully_shard.fully_shard` is the function that users call. It reads from top to bottom, and calls features by name. A feature that changes
 when something happens has a class from which `schedule.FSDPState` derives. The methods of sharded modules are in `module`.

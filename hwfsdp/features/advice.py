@@ -228,20 +228,15 @@ def _warn_of_unsynchronized(optimizer: Optimizer) -> None:
         )
 
 
-class ComparingState(FeatureState):
-    """A state that compares its model with the other ranks' models, and notes the outermost module around it."""
-
-    def compare_models(self) -> None:
-        """Compare the groups of this model, whose root this state has become, with the groups of the other ranks."""
-        _models.add(outermost_caller(self.modules[0]))
-        note_new_model()
-        groups = [group for state in self.states for group in state.groups]
-        if groups:
-            mesh, owner = groups[0].mesh, groups[0].name
-            lines = [
-                f"{p.name} {tuple(p.layout.shape)} in group {g.name!r}" for g in groups for p in g.params
-            ]
-            compare_structure(mesh.shard if mesh.shard.group else mesh.replicate, owner, lines)
+def compare_models(root: FeatureState) -> None:
+    """Compare the groups below a new root with the groups of the other ranks, and note the outermost module around it."""
+    _models.add(outermost_caller(root.modules[0]))
+    note_new_model()
+    groups = [group for state in root.states for group in state.groups]
+    if groups:
+        mesh, owner = groups[0].mesh, groups[0].name
+        lines = [f"{p.name} {tuple(p.layout.shape)} in group {g.name!r}" for g in groups for p in g.params]
+        compare_structure(mesh.shard if mesh.shard.group else mesh.replicate, owner, lines)
 
 
 def compare_structure(axis: Axis, owner: str, lines: Sequence[str]) -> None:

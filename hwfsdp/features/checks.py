@@ -183,43 +183,42 @@ def mark_claimed(found: Sequence[Unclaimed]) -> None:
 # --- Before a forward ----------------------------------------------------------------------------------------
 
 
-class CheckedState(FeatureState):
-    """A state that checks its model before it runs."""
+def refuse_tracing(root: FeatureState) -> None:
+    """Raise RuntimeRefusedError if the forward that begins is traced or exported."""
+    if is_traced():
+        raise not_compiled(f"trace or export of {root.name or 'the root module'}")
 
-    def refuse_tracing(self) -> None:
-        if is_traced():
-            raise not_compiled(f"trace or export of {self.name or 'the root module'}")
 
-    def check_root(self) -> None:
-        """Check that the root is one module, and that it is the first to run a forward.
+def check_root(root: FeatureState) -> None:
+    """Check that the root is one module, and that it is the first to run a forward.
 
-        Raises:
-            StateError: a module below it ran a forward before, or `core.fully_shard` has sharded it.
-            RuntimeRefusedError: it has several modules.
-        """
-        if len(self.modules) > 1:
-            raise RuntimeRefusedError(
-                "fully_shard: the module whose forward comes first",
-                expected="a single module, the root",
-                got=f"one of the {len(self.modules)} modules of a group",
-                remedy="Call fully_shard on the whole model as well, and run the model's forward.",
+    Raises:
+        StateError: a module below it ran a forward before, or `core.fully_shard` has sharded it.
+        RuntimeRefusedError: it has several modules.
+    """
+    if len(root.modules) > 1:
+        raise RuntimeRefusedError(
+            "fully_shard: the module whose forward comes first",
+            expected="a single module, the root",
+            got=f"one of the {len(root.modules)} modules of a group",
+            remedy="Call fully_shard on the whole model as well, and run the model's forward.",
+        )
+    for name, module in root.modules[0].named_modules():
+        state = state_of(module)
+        if state is not None and not isinstance(state, FeatureState):
+            raise StateError(
+                f"fully_shard: module {name!r}",
+                expected="one fully_shard for the whole model",
+                got="hwfsdp.core's for this module, hwfsdp's for the root",
+                remedy="Shard this module with hwfsdp.fully_shard, too.",
             )
-        for name, module in self.modules[0].named_modules():
-            state = state_of(module)
-            if state is not None and not isinstance(state, CheckedState):
-                raise StateError(
-                    f"fully_shard: module {name!r}",
-                    expected="one fully_shard for the whole model",
-                    got="hwfsdp.core's for this module, hwfsdp's for the root",
-                    remedy="Shard this module with hwfsdp.fully_shard, too.",
-                )
-            if state is not None and state.root.states:
-                raise StateError(
-                    f"fully_shard: module {name!r}",
-                    expected="the root to run the first forward",
-                    got="a forward of this module before the root's forward",
-                    remedy="Run the whole model once before calling a part of it by itself.",
-                )
+        if state is not None and state.root.states:
+            raise StateError(
+                f"fully_shard: module {name!r}",
+                expected="the root to run the first forward",
+                got="a forward of this module before the root's forward",
+                remedy="Run the whole model once before calling a part of it by itself.",
+            )
 
 
 def not_compiled(subject: str) -> RuntimeRefusedError:

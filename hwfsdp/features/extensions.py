@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.core.layout import allocate, free
 from hwfsdp.core.param import FSDPParam
+from hwfsdp.core.private_torch import local_of
 from hwfsdp.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -67,8 +68,17 @@ class ExtensionParam(FSDPParam):
         inner: other memory that the unsharded tensor holds.
     """
 
-    mesh: HybridMesh
     is_extension = False
+
+    @property
+    def mesh(self) -> HybridMesh:
+        """The ranks over which it is sharded."""
+        return cast("HybridMesh", self.layout.mesh)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows: the local part of the sharded parameter."""
+        return local_of(self.sharded_param)
 
     def shard(self, whole: Tensor, requires_grad: bool) -> None:
         super().shard(whole, requires_grad)
@@ -90,8 +100,10 @@ class ExtensionParam(FSDPParam):
         if not self.is_extension:
             super().hold_rows(param)
 
-    def inputs_of_extension(self) -> list[tuple[Tensor, torch.dtype]]:
+    def gather_inputs(self) -> list[tuple[Tensor, torch.dtype]]:
         """Return the tensors that the local part wants to gather, each flat."""
+        if not self.is_extension:
+            return super().gather_inputs()
         layout, local = self.layout, self.local
         if not local.is_meta and local.device != layout.mesh.device:
             local = local.to(layout.mesh.device, non_blocking=True)
@@ -134,7 +146,9 @@ class ExtensionParam(FSDPParam):
             )
         return inputs, metadata
 
-    def allocate_extension(self) -> list[Tensor]:
+    def allocate_whole(self) -> list[Tensor]:
+        if not self.is_extension:
+            return super().allocate_whole()
         mesh = self.layout.mesh
         if not self.tensors:
             self.tensors = [
@@ -143,6 +157,11 @@ class ExtensionParam(FSDPParam):
         for tensor in self.tensors:
             allocate(tensor)
         return [tensor.view(mesh.size, -1) for tensor in self.tensors]
+
+    def to_unsharded(self) -> None:
+        if self.is_extension:
+            self.make_whole()
+        super().to_unsharded()
 
     def make_whole(self) -> None:
         """Let the local part make the unsharded tensor. The first time, cut off the padding rows."""
@@ -163,7 +182,8 @@ class ExtensionParam(FSDPParam):
             strides = strides_of(shape)
             self.set_unsharded(whole if whole.shape == shape else whole.as_strided(shape, strides))
 
-    def free_extension(self) -> None:
+    def free_whole(self) -> None:
+        super().free_whole()
         for tensor in (*self.tensors, *self.inner):
             free(tensor)
 

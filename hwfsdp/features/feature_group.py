@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hwfsdp.comm.transport import GroupTransport
-from hwfsdp.core import context, group
+from hwfsdp.core import context
 from hwfsdp.core import param as core
 from hwfsdp.core.param import ShardedState
 from hwfsdp.core.device_streams import Stream, StreamEvent
@@ -73,7 +73,7 @@ class FSDPCommContext(context.FSDPCommContext):
         self._left.clear()
 
 
-class ParamGroup(NamedGroup, group.ParamGroup):
+class ParamGroup(NamedGroup):
     """A group.
 
     Attributes:

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
 
 
 class FeatureState(state.FSDPState):
-    """The base of the classes from which `schedule.FSDPState` derives: what several of them use."""
+    """The base of the classes from which `schedule.FSDPState` derives: what several of them use.
+
+    Attributes:
+        stage_checked: for each group below, True if it was freed after forward when the pipeline stage was checked
+            (`interop.pipelines`). None before the check.
+    """
+
+    stage_checked: list[bool | None] | None = None
 
     comm_ctx: FSDPCommContext
     group: ParamGroup | None

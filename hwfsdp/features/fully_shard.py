@@ -163,20 +163,22 @@ def fully_shard(
     check_params(found)
     choices = choices_of(found, shard_placement_fn, over)
     layouts = [layout_of(u.param, u.name, *choice) for u, choice in zip(found, choices, strict=True)]
-    reshard = checked_reshard(reshard_after_forward, over, found, layouts)
+    after_forward = checked_reshard(reshard_after_forward, over, found, layouts)
     policies = [policy_of(param, name, mp_policy) for param, name, _ in found]
 
     # build
     register_process_hooks()
     move_to(over.device, modules, found)
     comm_ctx = comm_ctx or FSDPCommContext(over.device.type)
-    params = params_of(found, policies, layouts, memory_of(offload_policy, over.device), reshard)
-    group = group_of(", ".join(type(each).__name__ for each in modules), params, over, comm_ctx, reshard)
-    FSDPState(modules, group, comm_ctx, mp_policy, over.device, reshard is None, module_fqn or "")
+    params = params_of(found, policies, layouts, memory_of(offload_policy, over.device), after_forward)
+    group = group_of(
+        ", ".join(type(each).__name__ for each in modules), params, over, comm_ctx, after_forward
+    )
+    FSDPState(modules, group, comm_ctx, mp_policy, over.device, after_forward is None, module_fqn or "")
 
     # join
-    for param in params:
-        follow_state_dicts(param, param.group)
+    for part in group.parts if group else ():
+        follow_state_dicts(part)
     for each in modules:
         become_fsdp_module(each, FSDPModule)
         compat.note_applied(each, "fully_shard")
@@ -191,10 +193,10 @@ def params_of(
     policies: Sequence[precision.MixedPrecisionPolicy],
     layouts: Sequence[Layout],
     memory: ShardMemory,
-    reshard: bool | int | None,
+    after_forward: bool | int | None,
 ) -> list[FSDPParam]:
     """Shard the parameters that were found."""
-    make_param = FSDPParam if isinstance(reshard, bool | None) else PostForwardParam
+    make_param = FSDPParam if isinstance(after_forward, bool | None) else PostForwardParam
     return [
         make_param(param, places, name, policy, layout, memory)
         for (param, name, places), policy, layout in zip(found, policies, layouts, strict=True)
@@ -206,23 +208,23 @@ def group_of(
     params: Sequence[FSDPParam],
     over: HybridMesh,
     comm_ctx: FSDPCommContext,
-    reshard: bool | int | None,
+    after_forward: bool | int | None,
 ) -> ParamGroup | None:
     """Make the group of a call, or the groups of several meshes behind one; None if there is no parameter.
 
     Args:
-        over: the mesh of the call. reshard: what `checked_reshard` returned.
+        over: the mesh of the call. after_forward: what `checked_reshard` returned.
     """
     groups = []
     for members in by_mesh(params):
         mesh = members[0].mesh
         transport = GroupTransport(mesh.shard, mesh.device, name, [tuple(p.layout.shape) for p in members])
         reducer = SettableReducer() if mesh.replicate.group is None else HybridReducer(mesh.replicate)
-        smaller = mesh if isinstance(reshard, bool | None) else post_forward_mesh(mesh, reshard)
+        smaller = mesh if isinstance(after_forward, bool | None) else post_forward_mesh(mesh, after_forward)
         make_group = ParamGroup if smaller is mesh else PostForwardGroup
         group = make_group(name, members, mesh, comm_ctx, transport, reducer)
         group.smaller = None if smaller is mesh else smaller
-        group.reshard_after_forward = over.shard.group is not None and reshard is not False
+        group.reshard_after_forward = over.shard.group is not None and after_forward is not False
         groups.append(group)
     if len(groups) > 1:
         return MeshGroups(name, groups, over)

@@ -30,7 +30,7 @@ from hwfsdp.core.private_torch import no_autograd
 from hwfsdp.core.observer import moment
 from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.mesh import Axis, ShardMesh, axis_along, default_mesh, device_of
-from hwfsdp.core.device_streams import Stream, StreamEvent
+from hwfsdp.core.device_streams import StreamEvent
 from hwfsdp.errors import RefusedError, UsageError
 from hwfsdp.features.reductions import SettableReducer
 
@@ -207,16 +207,12 @@ class HybridReducer(SettableReducer):
             if any(param in self.partial_grads for param in params):
                 reducing.stream.then(lambda: self.take_partial_grads(params, result))
         if self.replicas.size == 1:
-            return self.finish_shards(params, reducing)
+            return super().finish(params, reducing)
         reduced = reducing.stream.record()
         with reducing.stream.run():
             reducing.stream.then(lambda: self.reduce_over_replicas(params, result, divisor, reduced))
         self.group.comm_ctx.hold(result, self.group.comm_ctx.streams.all_reduce)
         return reducing.stream.record()
-
-    def finish_shards(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
-        """Queue the usual work: divide, add to the shards' gradients. If there is a hook, it runs before the division."""
-        return super().finish(params, reducing)
 
     def reduce_over_replicas(
         self, params: Sequence[FSDPParam], result: Tensor, divisor: float, reduced: StreamEvent
@@ -226,17 +222,13 @@ class HybridReducer(SettableReducer):
         Called when the reduce-scatter is over or, on a device, as soon as it is issued. `reduced` is the event after it. Only the
         all-reduce stream waits: not compute, not the host, not the next group's reduce-scatter. `divisor`: divide by it in the end.
         """
-        stream = self.group.comm_ctx.streams.all_reduce
+        stream, transport = self.group.comm_ctx.streams.all_reduce, self.group.transport
         stream.wait(reduced)
         with stream.run():
-            self.start_all_reduce(result, stream)
+            with moment("all_reduce", transport):
+                operation = self.replica_operation(result.dtype)
+                stream.add(transport.all_reduce(result, operation, self.replicas, stream.is_host))
             self.add_divided(stream, params, result, divisor)
-
-    def start_all_reduce(self, tensor: Tensor, stream: Stream) -> None:
-        """Issue an all-reduce of `tensor` over the replicas, in place, on `stream`, which is current; return at once."""
-        transport, operation = self.group.transport, self.replica_operation(tensor.dtype)
-        with moment("all_reduce", transport):
-            stream.add(transport.all_reduce(tensor, operation, self.replicas, stream.is_host))
 
     def add_partial_grads(self, params: Sequence[FSDPParam], result: Tensor) -> None:
         """Add a result [n] of a reduction over the shard axis only to the partial gradients of `params`.

@@ -135,7 +135,7 @@ class FSDPModule(api.FSDPModule, Module):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many reductions may be in flight. Each holds a buffer of its group's gradients.
 
-        All groups below one root share this limit: the largest number that was set on any of them counts.
+        All groups that share streams share this limit: the largest number that was set on any of them counts.
 
         Raises:
             WrongTypeError: not an int. UsageError: below 1.

@@ -194,10 +194,12 @@ class RecoveringState(FeatureState):
     def end_unfinished(self, root: RootContext) -> None:
         """Do the work of `break_off` for the states of one root, of this model or of another one."""
         states = states_of(root) or self.states
-        for state in states:
+        for state in reversed(states):  # the innermost first
             with moment("broken_off", state):
                 state.phase = Phase.IDLE
                 state.to_run.clear()
+                for lent in reversed(state.lent):  # a KeyboardInterrupt leaves it
+                    lent.give_back()
                 for group in state.groups:
                     group.reshard()
         root.forward_root = None

@@ -40,10 +40,7 @@ class SettableReducer(Reducer):
         self.hook_stream: Stream | None = None
 
     def mean(self, dtype: torch.dtype) -> Mean:
-        shards = self.group.mesh.size
-        if self.divide_factor == shards > 1 and not self.force_sum:
-            return mean_over(shards, dtype)
-        return mean_over(shards, dtype, self.divide_factor, self.force_sum)
+        return mean_over(self.group.mesh.size, dtype, self.divide_factor, self.force_sum)
 
     def zeros_for(self, param: FSDPParam) -> Tensor | None:
         """If `reduce_unused`, return zeros for a trained parameter. Before its first gather return None: no rank has used it."""
@@ -52,7 +49,7 @@ class SettableReducer(Reducer):
 
     def zeros(self, param: FSDPParam) -> Tensor:
         """Make a whole gradient of zeros."""
-        return torch.zeros(param.layout.shape, dtype=param.dtypes.compute, device=param.mesh.device)
+        return torch.zeros(param.layout.shape, dtype=param.dtypes.compute, device=param.layout.mesh.device)
 
     def finish(self, params: Sequence[FSDPParam], reducing: Reducing) -> StreamEvent:
         """If there is a hook, continue on the hook's stream as soon as the result is there."""

@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from hwfsdp.core import group as core, observer
-from hwfsdp.core.context import RootContext
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.core.private_torch import in_backward
 from hwfsdp.core.state import Args, Kwargs, Phase
 from hwfsdp.core.device_streams import StreamEvent
 from hwfsdp.errors import StateError, UsageError
-from hwfsdp.features.advice import ComparingState
-from hwfsdp.features.checks import CheckedState, check_ready
+from hwfsdp.features.advice import compare_models
+from hwfsdp.features.checks import check_ready, check_root, refuse_tracing
 from hwfsdp.features.containers import LendingState, Lent
 from hwfsdp.features.entries import PENDING, EnteredState
 from hwfsdp.features.finalization import FinalizedState
@@ -33,7 +32,7 @@ from hwfsdp.features.module_lists import SeveralModules
 from hwfsdp.features.param_meshes import MeshesState
 from hwfsdp.features.recovery import backward_broke
 from hwfsdp.features.user_changes import warn_of_old_values
-from hwfsdp.interop.pipelines import StagedState
+from hwfsdp.interop.pipelines import check_stage
 from hwfsdp.interop.profiler import follow_profiler
 from hwfsdp.interop.torch_view import ViewedState
 
@@ -44,10 +43,7 @@ class FSDPState(
     SeveralModules,  # a forward ends when the last module of a list has run
     MeshesState,  # gathers ahead several groups if the next module has several meshes
     EnteredState,  # around the core: notes what a forward made
-    CheckedState,  # the others add methods only, so their order does not matter
-    ComparingState,
-    ViewedState,
-    StagedState,
+    ViewedState,  # torch's names, after the hooks that they name
 ):
     """The schedule of the modules of one `fully_shard` call.
 
@@ -63,6 +59,9 @@ class FSDPState(
         finish_backward               finalization → core
         queue_final_callback          finalization → recovery, in place of the core
         break_off, end_unfinished     finalization → recovery
+        begin_iteration, end_iteration    entries → core
+        is_outermost                  recovery → core
+        follow                        the base of all → core
         post_forward, post_backward   module_lists → core
         end_forward                   module_lists → entries → core
         end_iteration_forward         module_lists → entries → core
@@ -122,13 +121,13 @@ class FSDPState(
 
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Begin the outermost forward."""
-        self.refuse_tracing()
+        refuse_tracing(self)
         self.clear_up()  # becomes the root, if this is the first forward
         for state in self.states:  # after a KeyboardInterrupt, forwards are listed that did not end
             state.lent = state.lent[-1:] if state is self else []
             warn_of_old_values(state.groups)
         args, kwargs = super().begin_iteration(args, kwargs)
-        self.check_stage()
+        check_stage(self)
         return args, kwargs
 
     def become_root(self) -> None:
@@ -137,12 +136,12 @@ class FSDPState(
         Raises:
             StateError, UsageError: the model cannot run. Then it has no root yet: the user may correct it and try again.
         """
-        self.check_root()
+        check_root(self)
         super().become_root()
         for state in self.states:
             if state.group:
                 state.group.set_label("" if state is self else state.name)
-        self.compare_models()
+        compare_models(self)
         self.share_max_reductions()
         self.name_for_other_ranks()
         try:
@@ -245,10 +244,3 @@ class FSDPState(
         for group in () if self.root.states else self.groups:
             group.adopt_registered()
             check_ready(group)
-
-    def end_unfinished(self, root: RootContext) -> None:
-        super().end_unfinished(root)
-        states = cast("list[FSDPState]", root.states) or [self]
-        for state in reversed(states):  # the innermost first
-            for lent in reversed(state.lent):  # a KeyboardInterrupt leaves it
-                lent.give_back()

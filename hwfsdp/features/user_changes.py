@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp import compat
 from hwfsdp.core.private_torch import local_of, wrap_like
-from hwfsdp.core.layout import Layout, free
+from hwfsdp.core.layout import Layout
 from hwfsdp.core.param import Place, ShardedState, ShardMemory
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import MissingParameterError, StateError, WrongTypeError
@@ -79,7 +79,7 @@ def watch(params: Sequence[FSDPParam]) -> None:
             params, wholes, writes_to(wholes), writes_to(shards), strict=True
         ):
             param.writes, param.shard_writes, param.trained = writes, of_shard, whole.requires_grad
-            param.gave_data, param.is_stale = param.is_lent, False
+            param.gave_data, param.has_stepped = param.is_lent, False
 
 
 def keep_changes(params: Sequence[FSDPParam]) -> None:
@@ -105,7 +105,7 @@ def keep_writes_before_step(groups: Sequence[ParamGroup]) -> None:
         for param, writes in zip(params, writes_to(wholes_of(params)), strict=True):
             if param.gave_data or writes != param.writes:
                 param.keep_writes()
-            param.is_stale = True
+            param.has_stepped = True
 
 
 def warn_of_old_values(groups: Sequence[ParamGroup]) -> None:
@@ -136,14 +136,14 @@ class FSDPParam(ExtensionParam):
         writes: the number of writes to the whole parameter that are in the shard already. gave_data: True if the program has taken
             the `data` of the whole parameter since the gather, and may have written to it. is_lent: True if another library has
             the memory of the whole parameter.
-        shard_writes: the number of writes to the sharded parameter at the gather. is_stale: True if an optimizer has stepped since.
+        shard_writes: the number of writes to the sharded parameter at the gather. has_stepped: True if an optimizer has stepped since.
         trained: `requires_grad` of the whole parameter at the gather.
         keeps_memory: if True, the memory of the whole parameter stays allocated even while the parameter is sharded.
         read_from: the local part of the shard when a gather read it last; None before the first gather.
     """
 
     group: ParamGroup
-    writes, shard_writes, gave_data, is_lent, trained, is_stale = 0, 0, False, False, False, False
+    writes, shard_writes, gave_data, is_lent, trained, has_stepped = 0, 0, False, False, False, False
     keeps_memory = False
     read_from: Tensor | None = None
 
@@ -228,11 +228,11 @@ class FSDPParam(ExtensionParam):
         assert whole is not None
         known, (self.writes, shard_writes) = self.writes, writes_to([whole, self.sharded_param])
         is_changed = shard_writes != self.shard_writes
-        if self.is_stale or is_changed or self.is_extension:
+        if self.has_stepped or is_changed or self.is_extension:
             if self.writes == known:  # it gave its data, perhaps to be read only
                 return
-            changed = "an optimizer step came before" if self.is_stale else "the shard was written, too"
-            why = changed if self.is_stale or is_changed else "it travels in a form of its own"
+            changed = "an optimizer step came before" if self.has_stepped else "the shard was written, too"
+            why = changed if self.has_stepped or is_changed else "it travels in a form of its own"
             self.warn_once(
                 f"was written while it was whole, but {why}. The values are lost. Call reshard(), and write to the "
                 "sharded parameter."
@@ -248,26 +248,17 @@ class FSDPParam(ExtensionParam):
 
     # --- gathers ---
 
-    def gather_inputs(self) -> list[tuple[Tensor, torch.dtype]]:
-        return self.inputs_of_extension() if self.is_extension else [(self.padded_shard, self.dtypes.compute)]
-
-    def allocate_whole(self) -> list[Tensor]:
-        return self.allocate_extension() if self.is_extension else super().allocate_whole()
-
     def free_whole(self) -> None:
         """Give back the memory of the whole parameter, unless another library has it, too: then torch refuses to free it."""
         if self.keeps_memory:
             return
-        if self.is_extension:
-            self.free_extension()
-        elif self.gathered is not None:
-            try:
-                free(self.gathered)
-            except RuntimeError:
-                if self.gathered.untyped_storage().resizable():
-                    raise
-                self.share_memory()
-                return
+        try:
+            super().free_whole()
+        except RuntimeError:
+            if self.gathered is None or self.gathered.untyped_storage().resizable():
+                raise
+            self.share_memory()
+            return
         if type(self.unsharded_param) is WholeParameter:
             self.unsharded_param.__class__ = FreedParameter  # type: ignore[assignment]
 
@@ -284,8 +275,6 @@ class FSDPParam(ExtensionParam):
     def to_unsharded(self) -> None:
         if type(self.unsharded_param) is FreedParameter:
             self.unsharded_param.__class__ = WholeParameter  # type: ignore[assignment]
-        if self.is_extension:
-            self.make_whole()
         super().to_unsharded()
 
     # --- parameters replaced by the user ---

@@ -26,64 +26,57 @@ _STAGES, _SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.p
 _INSTALL = "Call hwfsdp.install() before anything imports torch's FSDP2 names, or run the program by `hwfsdp swap SCRIPT`."
 
 
-class StagedState(FeatureState):
-    """A state that checks the stage in which it runs.
+def check_stage(root: FeatureState) -> None:
+    """Check the stage in which a forward of this root begins, if there is one and it was not checked with these settings."""
+    stages = sys.modules.get(_STAGES)  # None: not imported, so there is no stage
+    if stages is None or not torch.is_grad_enabled():
+        return
+    if root.stage_checked != [group.reshard_after_forward for group in root.root.groups]:
+        look_up_stage(root, stages)
 
-    Attributes:
-        checked: for each group below, True if it was freed after forward when the stage was checked. None before the check.
+
+def look_up_stage(root: FeatureState, stages: ModuleType) -> None:
+    """Look up the stage and the schedule that run this forward; warn if the stage does not know our modules.
+
+    Raises:
+        UsageError: the schedule would lose gradients of this model.
     """
-
-    checked: list[bool | None] | None = None
-
-    def check_stage(self) -> None:
-        """Check the stage, if there is one and it was not checked with these settings."""
-        stages = sys.modules.get(_STAGES)  # None: not imported, so there is no stage
-        if stages is None or not torch.is_grad_enabled():
-            return
-        if self.checked != [group.reshard_after_forward for group in self.root.groups]:
-            self.look_up_stage(stages)
-
-    def look_up_stage(self, stages: ModuleType) -> None:
-        """Look up the stage and the schedule that run this forward; warn if the stage does not know our modules.
-
-        Raises:
-            UsageError: the schedule would lose gradients of this model.
-        """
-        stage = running(_STAGES, "submod")
-        schedule = running(_SCHEDULES, "pipeline_order") if stage is not None else None
-        if schedule is None:
-            return
-        known = isinstance(stage.submod, stages.FSDPModule)
-        if splits_backwards(schedule):
-            self.check_split(stage.submod, known, type(schedule).__name__)
-        elif stage.submod in self.modules and not known:
-            warn(
-                f"torch's pipeline stage takes {self.name!r} for a module that is not sharded, and lets it reduce its gradients once "
-                f"per micro-batch. {_INSTALL}"
-            )
-        self.checked = [group.reshard_after_forward for group in self.root.groups]
-
-    def check_split(self, module: nn.Module, known: bool, schedule: str) -> None:
-        """Raise UsageError if the weights would not be there when a backward for the inputs of the stage begins."""
-        trained = [g for g in self.root.groups if any(p.sharded_param.requires_grad for p in g.params)]
-        freed = [group.name for group in trained if group.reshard_after_forward]
-        if known and not freed:
-            return
-        got, remedy = (
-            f"group {freed[0]!r}, which frees them" if freed else "",
-            "Pass reshard_after_forward=False to fully_shard; the schedule gathers and frees the parameters of a stage itself.",
+    stage = running(_STAGES, "submod")
+    schedule = running(_SCHEDULES, "pipeline_order") if stage is not None else None
+    if schedule is None:
+        return
+    known = isinstance(stage.submod, stages.FSDPModule)
+    if splits_backwards(schedule):
+        check_split(root, stage.submod, known, type(schedule).__name__)
+    elif stage.submod in root.modules and not known:
+        warn(
+            f"torch's pipeline stage takes {root.name!r} for a module that is not sharded, and lets it reduce its gradients once "
+            f"per micro-batch. {_INSTALL}"
         )
-        if not known and module in self.modules:
-            got, remedy = "a stage of torch's that does not know hwfsdp's modules", _INSTALL
-        elif not known:
-            got = f"a stage whose own module, {type(module).__name__}, is not sharded"
-            remedy = "Call fully_shard on the stage's module, too, with reshard_after_forward=False."
-        raise UsageError(
-            f"{schedule}, which splits backwards",
-            expected="parameters that stay whole after forward",
-            got=got,
-            remedy=remedy,
-        )
+    root.stage_checked = [group.reshard_after_forward for group in root.root.groups]
+
+
+def check_split(root: FeatureState, module: nn.Module, known: bool, schedule: str) -> None:
+    """Raise UsageError if the weights would not be there when a backward for the inputs of the stage begins."""
+    trained = [g for g in root.root.groups if any(p.sharded_param.requires_grad for p in g.params)]
+    freed = [group.name for group in trained if group.reshard_after_forward]
+    if known and not freed:
+        return
+    got, remedy = (
+        f"group {freed[0]!r}, which frees them" if freed else "",
+        "Pass reshard_after_forward=False to fully_shard; the schedule gathers and frees the parameters of a stage itself.",
+    )
+    if not known and module in root.modules:
+        got, remedy = "a stage of torch's that does not know hwfsdp's modules", _INSTALL
+    elif not known:
+        got = f"a stage whose own module, {type(module).__name__}, is not sharded"
+        remedy = "Call fully_shard on the stage's module, too, with reshard_after_forward=False."
+    raise UsageError(
+        f"{schedule}, which splits backwards",
+        expected="parameters that stay whole after forward",
+        got=got,
+        remedy=remedy,
+    )
 
 
 def running(home: str, attribute: str) -> Any:

@@ -5,6 +5,8 @@
         _comm_ctx                                           the context that the groups of a model share
         _state_ctx.all_states                               the states of all modules below the root
         _root_post_backward_final_callback()                ends a backward, as autograd's last call does
+        _lazy_init(), _is_root                              becomes the root, as the first forward does; whether it is the root
+        _modules, _device                                   the modules of the call, and where they compute
         _pre_forward, _post_forward                         its forward hooks; with `_hook_handle`, the handles that remove them
         _fsdp_param_groups, _fsdp_param_group               its groups, one for each mesh
             fsdp_params                                     of each: sharded_param, unsharded_param, _unsharded_param

@@ -78,7 +78,7 @@ def backwards(path: Sequence[Group], keep: int | None = None) -> list[str]:
     for group in groups:
         group.post_forward_indices = []
     for group in path:
-        comm_ctx.note_forward(group)
+        comm_ctx.note_end_of_forward(group)
     if keep is not None:
         comm_ctx.forget_forwards(keep)
     return ["".join(map(repr, comm_ctx.take_previous(group))) for group in reversed(path)]
