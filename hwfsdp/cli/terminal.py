@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from hwfsdp.errors import did_you_mean
 
@@ -86,18 +86,21 @@ def sweep(text: str) -> list[int]:
 # --- Output ------------------------------------------------------------------------------------------------
 
 
+def wrapped(text: str, stream: TextIO) -> str:
+    """Wrap the sentences of a text to the width of the terminal, if there is one. Tables keep their lines."""
+    lines, width = text.splitlines(), shutil.get_terminal_size().columns
+    for number, line in enumerate(lines) if stream.isatty() else ():
+        if len(line) > width and "  " not in line and line[:1] != " ":
+            lines[number] = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
 def complain(text: str) -> None:
-    """Print to standard error. On a terminal, wrap lines to its width."""
-    lines = text.splitlines()
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        for number, line in enumerate(lines):
-            if len(line) > width and line[:1] != " ":  # a table keeps its lines
-                lines[number] = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
-    print("\n".join(lines), file=sys.stderr)
+    """Print to standard error."""
+    print(wrapped(text, sys.stderr), file=sys.stderr)
 
 
 def answer(args: argparse.Namespace, found: Any, text: str, holds: bool = True) -> int:
     """Print the result of a verb as text, or as JSON with `--json`. Return the exit status: 0 if the result holds, else 1."""
-    print(json.dumps(found, indent=2) if args.as_json else text, flush=True)
+    print(json.dumps(found, indent=2) if args.as_json else wrapped(text, sys.stdout), flush=True)
     return 0 if holds else 1

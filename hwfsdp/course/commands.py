@@ -68,8 +68,9 @@ def list_exercises(as_json: bool) -> int:
         lines += ["", heading] if chosen else []
         for each in chosen:
             points = f"{each.points:>3} points" if each.points else ""
-            file = "" if each.is_station else f"   {each.target.as_posix()}"
-            lines.append(f"  {each.number:<8}  {each.title:<{width}} {points:>10}{file}")
+            path = each.target.name if each.has_number else each.target.as_posix()
+            file = "" if each.is_station else f"   {path}"
+            lines.append(f"  {each.number:<8}  {each.title:<{width}} {points:>10}{file}".rstrip())
     lines += ["", f"{sum(e.points for e in course.exercises if e.has_number)} points in all, by number"]
     lines += [] if is_here else ["To work on them, write the course to a folder: hwfsdp course fsdp-course"]
     return answer(as_json, rows, lines[1:])

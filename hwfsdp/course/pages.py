@@ -81,24 +81,27 @@ def verdict(
 ) -> str:
     """Return the page of a run: a line for each test, the evidence for each misconception, one question, and the points.
 
+    Earlier exercises come first, and of these only the tests that fail for a cause of their own.
+
     Args:
         titles: title and file of each exercise, by number. seed: the run's seed, if a student may know it.
     """
     blocks = {of[0].test: of for of in folded(outcomes)}
     cause, lines = cause_of(outcomes), list[str]()
-    for number, group in groupby(outcomes, key=lambda each: each.exercise):
-        of = list(group)
+    exercises = [(number, list(of)) for number, of in groupby(outcomes, key=lambda each: each.exercise)]
+    for number, of in sorted(exercises, key=lambda each: (each[1][0].own, each[0])):
         title, path = titles.get(number, ("", Path()))
-        if not of[0].own and all(each.status == "passed" for each in of):
-            lines.append(style.paint(f"  {number} {title}: still right", "grey"))
+        shown = [each for each in of if each.own or each.test in blocks or each.status == "error"]
+        if not shown:
+            lines.append(style.paint(f"  {number} {title}: {_summary(of)}", "grey"))
             continue
         lines += [
             "",
             style.paint(f"{number} {title}", "bold") + style.paint(f"  {shown_path(path)}", "grey"),
             "",
         ]
-        longest = max(len(each.test) for each in of)
-        for each in of:
+        longest = max(len(each.test) for each in shown)
+        for each in shown:
             lines += _line_of(each, longest, style)
             if each.test in blocks and each.finding:
                 lines += _lines_of(each.finding, style)
@@ -116,6 +119,18 @@ def verdict(
     if any(each.status != "passed" for each in outcomes) and seed is not None:
         lines.append(style.paint(f"  The same inputs again: --seed {seed}", "grey"))
     return "\n".join(lines).lstrip("\n")
+
+
+def _summary(outcomes: Sequence[Outcome]) -> str:
+    """Return a few words about an earlier exercise without a failure of its own cause."""
+    if all(each.status == "passed" for each in outcomes):
+        return "still right"
+    score = "{} of {} points".format(*_points([each for each in outcomes if not each.bonus]))
+    return (
+        f"{score}, for the same cause"
+        if any(each.finding for each in outcomes)
+        else f"{score}, not all tests ran"
+    )
 
 
 def _line_of(outcome: Outcome, longest: int, style: Style) -> list[str]:

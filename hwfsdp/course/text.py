@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +20,10 @@ def answer(as_json: bool, found: Any, lines: Sequence[str], holds: bool = True) 
 
 
 def filled(text: str, indent: str = "  ") -> list[str]:
-    """Return the lines of a text, wrapped and indented."""
+    """Return the lines of a text, wrapped to the terminal and indented."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
     wrapper = textwrap.TextWrapper(
-        100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
     )
     return [line for part in text.splitlines() for line in wrapper.wrap(part)]
 

@@ -74,3 +74,16 @@ def test_earlier_exercises_that_still_hold_are_one_line() -> None:
     own.add("passed"), earlier.add("passed")
     page = verdict([own, earlier], Style(io.StringIO()))
     assert "01 : still right" in page and "2 of 2 points" in page
+
+
+def test_the_own_exercise_ends_the_page_and_earlier_ones_show_causes_of_their_own() -> None:
+    tests = [
+        failed("05.step", "not-freed"),
+        failed("04.memory", "not-freed", own=False),
+        failed("03.trains", "wrong-value", own=False),
+        failed("03.memory", "not-freed", own=False),
+    ]
+    page = verdict([*tests, Outcome("01.rows", "Rows.", 3, own=False)], Style(io.StringIO()))
+    places = [page.index(part) for part in ("01 : 0 of 3 points, not all tests ran", "03.trains", "05.step")]
+    assert places == sorted(places) and "04 : 0 of 2 points, for the same cause" in page
+    assert page.count("03.memory") == 1 and "0 of 4 points. A hint: hwfsdp hint 3" in page
