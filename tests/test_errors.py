@@ -20,14 +20,6 @@ from hwfsdp.errors import (
 THREE_ANSWERS = {"expected": "a module", "got": "None", "remedy": "Pass a module."}
 
 
-def test_an_error_message_is_one_line_with_subject_expected_got_and_remedy() -> None:
-    for kind in [FSDPError, UsageError, UnsupportedError, StateError]:
-        error = kind("fully_shard", **THREE_ANSWERS)
-        assert str(error) == "fully_shard: expected a module; got None. Pass a module."
-        assert {name: getattr(error, name) for name in THREE_ANSWERS} == THREE_ANSWERS
-        assert error.subject == "fully_shard"
-
-
 def test_an_error_is_also_a_builtin_exception_that_other_code_catches():
     for kind, builtin in [
         (UsageError, ValueError),

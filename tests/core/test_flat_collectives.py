@@ -9,7 +9,6 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import example, given
@@ -19,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 
 import models
 from hwfsdp import FSDPModule
-from hwfsdp.collectives import DefaultAllGather, DefaultReduceScatter, RingAllGather, RingReduceScatter
+from hwfsdp.collectives import RingAllGather, RingReduceScatter
 from hwfsdp.core.flat_collectives import copy_in, copy_in_grads, copy_out
 from hwfsdp.core.mesh import Axis
 from hwfsdp.features.hybrid_sharding import HybridReducer
@@ -233,9 +232,3 @@ PROMISES.add(
     ranks=3,
 )
 test_a_promise_is_kept = PROMISES.test()
-
-
-@pytest.mark.parametrize("kind", [DefaultAllGather, DefaultReduceScatter, RingAllGather, RingReduceScatter])
-def test_a_transport_allocates_the_requested_size_dtype_and_device(kind: Any) -> None:
-    buffer = kind().allocate((6,), dtype=torch.bfloat16, device=torch.device("meta"))
-    assert (tuple(buffer.shape), buffer.dtype, buffer.device.type) == ((6,), torch.bfloat16, "meta")

@@ -178,11 +178,6 @@ def test_model_outputs_agree_as_dict_and_as_attributes_and_are_visited_once() ->
     assert [t.item() for t in (mapped.logits, *mapped.hidden)] == [11, 12, 13]
 
 
-def test_a_dataclass_with_slots_keeps_its_other_fields() -> None:
-    mapped = map_tensors(add_ten, Slotted(one(), label="mine"))
-    assert (mapped.hidden.item(), mapped.label) == (11, "mine")
-
-
 def test_fields_that_the_constructor_does_not_take_are_mapped_too_and_stay_unset_if_they_were() -> None:
     tree = Computed(1)
     tree.cache = [one()]

@@ -86,18 +86,6 @@ def build(shard: Callable[..., Any] | None, **options: Any) -> Net:
 # --- Places where the exception is raised ------------------------------------------------------------------
 
 
-class Raising(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fault: Fault) -> Tensor:
-        ctx.fault = fault
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.fault()
-        return grad, None
-
-
 def in_gradient_of(module: nn.Module, fault: Fault) -> Any:
     """Raise the fault when the gradient of the module's output is ready."""
 
@@ -111,25 +99,15 @@ def in_gradient_of(module: nn.Module, fault: Fault) -> Any:
 Place = Callable[[Net, Loss, Fault], Any]  # returns a handle to remove
 
 FORWARD: dict[str, Place] = {
-    "before the root's inputs": lambda m, loss, f: m.register_forward_pre_hook(f, prepend=True),
-    "after the root's inputs": lambda m, loss, f: m.register_forward_pre_hook(f),
-    "before a block's inputs": lambda m, loss, f: m.blocks[1].register_forward_pre_hook(f, prepend=True),
     "in a leaf": lambda m, loss, f: m.blocks[1].up.register_forward_pre_hook(f),
     "in a nested module": lambda m, loss, f: m.blocks[1].inner.linear.register_forward_hook(f),
-    "in a block, after its child": lambda m, loss, f: m.blocks[1].down.register_forward_hook(f),
     "at a block's output": lambda m, loss, f: m.blocks[1].register_forward_hook(f),
-    "in the root, after its children": lambda m, loss, f: m.head.register_forward_pre_hook(f),
-    "at the root's output": lambda m, loss, f: m.register_forward_hook(f),
     "in the loss": lambda m, loss, f: loss.register_forward_hook(f),
 }
 BACKWARD: dict[str, Place] = {
-    "at the loss's gradient": lambda m, loss, f: in_gradient_of(loss, f),
     "at the root's gradient": lambda m, loss, f: in_gradient_of(m, f),
     "at a block's gradient": lambda m, loss, f: in_gradient_of(m.blocks[1], f),
     "in a block's backward": lambda m, loss, f: in_gradient_of(m.blocks[1].inner, f),
-    "in an autograd function": lambda m, loss, f: m.blocks[1].up.register_forward_hook(
-        lambda module, args, output: Raising.apply(output, f)
-    ),
     "at the end of backward": lambda m, loss, f: in_gradient_of(m.stem, f),
     "in a recomputation": lambda m, loss, f: m.blocks[1].inner.linear.register_forward_pre_hook(f),
 }
@@ -179,10 +157,6 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def part_breaks(self, error: type[BaseException]) -> None:
-        with self.broken("in a leaf", error):
-            self.model.blocks[1](torch.ones(4, 8))
-
     @contextmanager
     def broken(self, place: str, error: type[BaseException] = KeyError) -> Iterator[None]:
         """Raise once in the `with` block: at the first call, or, in a recomputation, at the second call, which is the recomputation."""
@@ -213,8 +187,7 @@ class Case(NamedTuple):
     Attributes:
         place: a key of `FORWARD` or `BACKWARD`. error: the exception to raise there.
         synced: if True, the micro-batch before was reduced.
-        then: the next action. "step"; "zero" or "zero all": the optimizer's or the model's `zero_grad`, and a step of weight decay;
-            "save": a state dict; "": the next micro-batch.
+        then: the next action. "step"; "zero": the optimizer's `zero_grad`, and a step of weight decay; "": the next micro-batch.
         mode: a context around the broken micro-batch. reentrant: how the middle block is checkpointed.
     """
 
@@ -232,7 +205,7 @@ class Case(NamedTuple):
         run.forward(1).backward()
         with run.broken(self.place, self.error), self.mode():
             run.forward(2).backward()
-        in_forward = self.place in FORWARD and self.place not in ("at the root's output", "in the loss")
+        in_forward = self.place in FORWARD and self.place != "in the loss"
         if in_forward and self.error is KeyError and run.shard:
             assert all(isinstance(param, DTensor) for param in run.model.parameters())
         self.go_on(run)
@@ -241,14 +214,12 @@ class Case(NamedTuple):
         run.update(4)
 
     def go_on(self, run: Run) -> None:
-        if self.then == "save":
-            run.kept += [part(value, run.shards) for value in run.model.state_dict().values()]
-        elif self.then:
-            if self.then.startswith("zero"):
-                (run.optimizer if self.then == "zero" else run.model).zero_grad()
-                assert all(param.grad is None for param in run.params)
-                for param in run.params:  # so that the step changes the weights
-                    param.grad = torch.zeros_like(param)
+        if self.then == "zero":
+            run.optimizer.zero_grad()
+            assert all(param.grad is None for param in run.params)
+            for param in run.params:  # so that the step changes the weights
+                param.grad = torch.zeros_like(param)
+        if self.then:
             run.keep_grads()
             run.step()
 

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from mutants import Mutant, mutants
-
-
-def parsed(text: str) -> ast.Module:
-    return ast.parse(f"if True:\n{text}" if text[:1].isspace() else text)
 
 
 def changed_as_stated(original: str, mutant: Mutant) -> bool:
@@ -29,49 +21,15 @@ def changed_as_stated(original: str, mutant: Mutant) -> bool:
     )
 
 
-def untouchable(text: str) -> Counter[str]:
-    """Count comments, and the syntax that no mutant changes, also in nested functions."""
-    found = [token.string for token in tokens(text) if token.type == tokenize.COMMENT]
-    parts: list[ast.AST | None] = []
-    for node in ast.walk(parsed(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            parts += [*node.decorator_list, node.args, node.returns]
-            found += [f"{node.name}: {ast.get_docstring(node, clean=False)}"]
-        elif isinstance(node, ast.Lambda):
-            parts.append(node.args)
-        elif isinstance(node, ast.AnnAssign):
-            parts.append(node.annotation)
-        elif isinstance(node, ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr | ast.Raise):
-            parts.append(node)
-    return Counter([*found, *(ast.dump(part) for part in parts if part)])
-
-
-def tokens(text: str) -> Iterator[tokenize.TokenInfo]:
-    opening = "if True:\n" if text[:1].isspace() else ""
-    return tokenize.generate_tokens(io.StringIO(opening + text).readline)
-
-
 def promises(original: str) -> Sequence[Mutant]:
     """Return the mutants of the text. Assert every promise about mutants first."""
     found = list(mutants(original))
-    programs = [ast.unparse(parsed(original)), *(ast.unparse(parsed(mutant.text)) for mutant in found)]
+    programs = [ast.unparse(ast.parse(original)), *(ast.unparse(ast.parse(mutant.text)) for mutant in found)]
     assert len(set(programs)) == len(programs)
-    kept = untouchable(original)
     for mutant in found:
-        compile(parsed(mutant.text), "<mutant>", "exec")
+        compile(ast.parse(mutant.text), "<mutant>", "exec")
         assert changed_as_stated(original, mutant), mutant
-        assert untouchable(mutant.text) <= kept, mutant  # gone with a statement, maybe, but not another
-        assert head_of(mutant.text) == head_of(original), mutant
     return found
-
-
-def head_of(text: str) -> list[str | None]:
-    """Return decorators, signature and docstring of the function itself."""
-    node = parsed(text).body[0]
-    function = node.body[0] if isinstance(node, ast.If) else node
-    assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-    parts = [*function.decorator_list, function.args, *([function.returns] if function.returns else [])]
-    return [ast.get_docstring(function, clean=False), *(ast.dump(part) for part in parts)]
 
 
 def in_function(line: str) -> str:
@@ -149,64 +107,3 @@ def test_each_example_line_gives_the_expected_mutants() -> None:
 def test_there_is_an_example_of_every_kind() -> None:
     source = Path(__file__).with_name("mutants.py").read_text()
     assert set(re.findall(r'_Change\(\s*"(.*?)"', source)) == {operator for operator, _, _ in EXAMPLES}
-
-
-HARD = '''\
-    @decorated(1 + 2, key=3)
-    async def method(self, n: int = 1 + 1, *, flag: bool = True) -> "tuple[int, 3]":
-        """Ends in one: 1 < 2.
-
-no indentation here: 0 + 1
-        """
-        # a < b, 字 = 0
-        字 = "é" if n else f"{n + 1:>{n - 2}}"; 数 = n + 1  # n + 2
-        table: dict[int, "Literal[4]"] = {
-            字: n  # left + side
-            - (  # right - side
-                数
-            ),
-        }
-
-        @decorated(5)
-        def nested(k=6, /, *more: Literal[7]) -> Literal[8]:
-            """Nine, 9 > 8."""
-            return (lambda x, y=10: x @ y < k)(*more, **{"é": k})
-
-        with (
-            open(self.path),
-            lock,  # both
-        ):
-            @decorated("@")
-            def inside(): return 11
-        async with self as it:
-            async for y in it: await y.to(数, copy=True,  # why
-                flag=flag)
-        match n:
-            case 12 | 13 if (z := n) > 14: pass
-            case _: raise ValueError("字 == 1", n + 15) from None
-        assert n > 16, f"more than {n - 16}"
-        return [
-            x
-            for x in range(
-                数
-                or n
-            ) if x not in 字
-        ][
-            n
-            :
-        ]
-        # the end < here
-'''
-
-
-@pytest.mark.parametrize("ending", ["\n", "\r\n"])
-def test_mutants_of_a_method_with_unusual_characters_and_layout_are_placed_right(ending: str) -> None:
-    original = HARD.replace("\n", ending)
-    found = promises(original)
-    shown = {(mutant.line, mutant.operator, mutant.before, mutant.after) for mutant in found}
-    assert (8, "swap arithmetic", "数 = n + 1", "数 = n - 1") in shown
-    assert (8, "change constant", "n + 1", "n + 0") in shown
-    assert (19, "swap comparison", "lambda x, y=10: x @ y < k", "lambda x, y=10: x @ y <= k") in shown
-    assert (37, "off by one", f"数{ending}                or n", "(数 or n) + 1") in shown
-    assert (39, "swap comparison", "x not in 字", "x in 字") in shown
-    assert found == list(mutants(original))
