@@ -88,49 +88,36 @@ def one_that_has_trained_the_plain_model_warns_from_then_on() -> Messages:
     return before + other_than(after, (*STALE, "SGD", "up.weight"))
 
 
-@two.finds([__file__])
-def the_warning_points_at_the_step() -> list[str]:
-    model = models.stem()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    run(wrap(model, ours))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        optimizer.step()
-    return [warning.filename for warning in found]
-
-
 class OwnParameter(nn.Parameter):
     pass
 
 
-@two.finds([__file__] * 3)
-def warnings_of_a_call_and_of_a_forward_point_at_the_program() -> list[str]:
+@two.finds([__file__] * 4)
+def warnings_of_a_call_a_forward_and_a_step_point_at_the_program() -> list[str]:
     model = nn.Sequential(nn.Embedding(4, 8, max_norm=1.0), nn.Linear(8, 2))
     model[1].weight = OwnParameter(model[1].weight.detach())
+    optimizer = SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         hwfsdp.fully_shard(model, reshard_after_forward=False)
         model(torch.arange(4))
         model[1].bias = nn.Parameter(torch.zeros(2))  # while the model is whole
         model.reshard()
+        model(torch.arange(4)).sum().backward()
+        optimizer.step()
     return [warning.filename for warning in found]
 
 
 @two.finds([])
-def one_over_ignored_parameters_or_built_after_does_not_warn() -> Messages:
+def one_over_ignored_parameters_or_built_after_or_of_a_model_sharded_by_torch_does_not_warn() -> Messages:
     model = models.stem()
     ignored = [*model.head.parameters()]
     optimizer = SGD(ignored, lr=0.1)
     wrap(model, ours, ignored_params={*ignored})
-    return steps_of(model, optimizer, AdamW(model.blocks.parameters()))
-
-
-@two.finds([])
-def models_sharded_by_torch_do_not_warn() -> Messages:
-    wrap(models.stem(), ours)
-    model = models.stem()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    return steps_of(wrap(model, theirs), optimizer)
+    of_torchs = models.stem()
+    early = SGD(of_torchs.parameters(), lr=0.1)
+    messages = steps_of(wrap(of_torchs, theirs), early)
+    return messages + steps_of(model, optimizer, AdamW(model.blocks.parameters()))
 
 
 # --- Optimizers built while parameters were whole ----------------------------------------------------------
@@ -225,17 +212,6 @@ def parameters_that_no_group_has_are_named_once() -> Messages:
         model = build()
         wrong += other_than(steps_of(model, SGD(model.parameters(), lr=0.1), number=3), (*UNCLAIMED, name))
     return wrong
-
-
-class Task(nn.Module):
-    """A module around the model whose method, and not forward, runs the model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.loss = model, nn.Linear(3, 1)
-
-    def training_step(self, *inputs: Tensor) -> Tensor:
-        return self.loss(self.model(*inputs)).sum()
 
 
 def trains_quietly(model: Any, *others: nn.Module) -> Messages:
@@ -394,17 +370,6 @@ def rename_a_layer(model: models.Stem) -> None:
     block.forward = lambda x: block.lower(torch.tanh(block.up(x)))
 
 
-class Wrapped(nn.Module):
-    """A module with an inner module that has all its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = models.Block(8, 12, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
 def first_forward(model: models.Stem, *words: str) -> Messages:
     """Return the problems: wrong messages of a forward, messages of two later steps, and parameters without a gradient."""
     with caught() as first:
@@ -429,25 +394,14 @@ def a_layer_has_another_name(*words: str) -> Messages:
     return first_forward(wrap(model, ours), *words)
 
 
-def sharded_one_level_deeper(*words: str) -> Messages:
-    """Shard the same parameters in the same groups. Only the argument of `fully_shard` differs between ranks."""
-    torch.manual_seed(0)
-    model = models.Stem([Wrapped(), Wrapped()])
-    first, second = model.blocks
-    ours(first.inner if dist.get_rank() else first)
-    ours(second)
-    return first_forward(ours(model), *words)
-
-
 @with_detail.finds([])
 def under_detail_debugging_ranks_with_different_models_are_told_the_first_difference_once() -> Messages:
-    wrong = a_layer_has_another_name("rank 1", "blocks.1.down.weight", "blocks.1.lower.weight")
-    return wrong + sharded_one_level_deeper("rank 1", "'blocks.0'", "'blocks.0.inner'")
+    return a_layer_has_another_name("rank 1", "blocks.1.down.weight", "blocks.1.lower.weight")
 
 
 @two.finds([])
 def without_detail_debugging_models_are_not_compared() -> Messages:
-    return a_layer_has_another_name() + sharded_one_level_deeper()
+    return a_layer_has_another_name()
 
 
 # --- A number of ranks that looks like a flag --------------------------------------------------------------

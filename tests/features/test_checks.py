@@ -170,20 +170,6 @@ def a_parameter_tied_over_two_groups() -> tuple[nn.Module, Action]:
     return model, lambda: ours(model.head)
 
 
-@mistake(UsageError, "'up.weight'", "one group", "the group 'Block'", "share a Linear", "the shared module")
-def a_module_below_two_groups() -> tuple[nn.Module, Action]:
-    model = models.stem()
-    model.blocks[1].up = model.blocks[0].up
-    ours(model.blocks[0])
-    return model, lambda: ours(model.blocks[1])
-
-
-@mistake(UsageError, "'up.weight'", "the group 'Stem'", "children before parents")
-def a_module_after_its_parent() -> tuple[nn.Module, Action]:
-    model = ours(models.stem())
-    return model, lambda: ours(model.blocks[1])
-
-
 @mistake(RefusedError, "(1, 1)", "mesh_dim_names")
 def an_unnamed_2d_mesh() -> tuple[nn.Module, Action]:
     return mesh_of(1, 1)

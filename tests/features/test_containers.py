@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict, UserDict, defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -117,10 +117,6 @@ WAYS: dict[str, tuple[Callable[..., None], Callable[[Tensor], tuple[tuple[Any, .
     "append": (append, lambda t: (([],), {})),
     "append, by name": (append, lambda t: ((), {"losses": [t]})),
     "append to a list of a class": (append, lambda t: ((OwnList([t]),), {})),
-    "append to a list in a tuple": (
-        lambda y, loss, pair: append(y, loss * pair[1].mean(), pair[0]),
-        lambda t: ((([t], t),), {}),
-    ),
     "append to a list in a named tuple": (
         lambda y, loss, pair: append(y, loss * pair.hidden.mean(), pair.losses),
         lambda t: ((Pair([t], t),), {}),
@@ -132,7 +128,6 @@ WAYS: dict[str, tuple[Callable[..., None], Callable[[Tensor], tuple[tuple[Any, .
     "insert, pop, set": (edit, lambda t: (([t, t * 2],), {})),
     "clear": (clear, lambda t: (([t.mean()],), {})),
     "items of a dict": (set_items, lambda t: (({"none": None, "t": t},), {})),
-    "items of an OrderedDict": (set_items, lambda t: ((OrderedDict(t=t),), {})),
     "items of a defaultdict": (set_items, lambda t: ((defaultdict(list, t=t),), {})),
     "items of a UserDict, in which nothing is watched": (
         lambda y, loss, seen: set_items(y, y.mean(), seen),

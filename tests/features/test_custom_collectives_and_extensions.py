@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +21,6 @@ import hwfsdp
 import models
 from hwfsdp import launch
 from hwfsdp.compat import all_gather_single, reduce_scatter_single
-from hwfsdp.core import private_torch
 from hwfsdp.core.private_torch import local_of
 from oracles import (
     BF16_FP32,
@@ -116,11 +114,6 @@ def divide_by_an_attribute(model: Any) -> None:
     model[1]._get_fsdp_state()._fsdp_param_group.gradient_divide_factor = 4.0
 
 
-def divide_as_usual_again(model: Any) -> None:
-    model[1].set_gradient_divide_factor(4.0)
-    model[1].set_gradient_divide_factor(None)
-
-
 def gather_halves_by_methods_of_the_local_tensor(model: Any) -> None:
     """Methods that a user gives to a local tensor after sharding: half the weight travels."""
     local = local_of(model[0].weight)
@@ -140,7 +133,6 @@ for _change in (
     gather_into_one_buffer,
     double_gradients,
     double_gradients_by_an_attribute,
-    divide_as_usual_again,
     gather_halves_by_methods_of_the_local_tensor,
 ):
     two.add(f"as FSDP2: {_change.__name__}", lambda _change=_change: same(_change), True)
@@ -164,20 +156,6 @@ def is_autograd_off_after_gathers() -> list[bool]:
 two.add(
     "an extension runs without autograd in forward and backward", is_autograd_off_after_gathers, [True, True]
 )
-
-
-@dataclass
-class Offload(hwfsdp.CPUOffloadPolicy):
-    """A user's policy with a field of its own, as torch's class allows it."""
-
-    extra: int = 0
-
-
-@two.finds([False, 7])
-def policies_can_be_changed_and_extended() -> list[Any]:
-    policy = Offload(extra=7)
-    policy.pin_memory = False
-    return [policy.pin_memory, policy.extra]
 
 
 @two.finds([True, True])
@@ -491,12 +469,6 @@ class Unpadded(OnlyPost):
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         return (self.inner,), None
-
-
-def test_a_tensor_subclass_that_moves_to_another_device_stays_the_same_parameter():
-    weight = nn.Parameter(Kept(torch.ones(2, 3)), requires_grad=False)
-    private_torch.move_in_place(weight, torch.device("meta"))
-    assert (type(weight), weight.inner.device.type, weight.requires_grad) == (Kept, "meta", False)
 
 
 def test_a_tensor_subclass_with_only_one_of_the_two_methods_or_without_padding_is_refused():

@@ -177,16 +177,6 @@ def chunks_in_one_graph(training: Training, seed: int) -> Tensor:
     return total
 
 
-def chunk_by_chunk_through_the_body(training: Training, seed: int) -> Tensor:
-    """Detach nothing: the backward of each chunk reaches the stem."""
-    hidden = training.model(*training.batch(seed))
-    total = torch.zeros(())
-    for loss in chunk_losses(training, hidden):
-        loss.backward(retain_graph=True)
-        total += loss.detach()
-    return total
-
-
 def head_on_a_constant(training: Training, seed: int) -> Tensor:
     """Give the head an input without a gradient. The body has its own loss."""
     hidden = training.model(*training.batch(seed))
@@ -212,25 +202,13 @@ def no_head(training: Training, seed: int) -> Tensor:
     return loss
 
 
-def head_before_the_body(training: Training, seed: int) -> Tensor:
-    """Run the model once, as a root must. Then call the head first and last."""
-    if not seed:
-        return head_in_one_piece(training, seed)
-    before = objective(training.model.head(*training.batch(10 + seed)))
-    loss = before + objective(training.model.head(training.model(*training.batch(seed))))
-    loss.backward()
-    return loss
-
-
 Step = Callable[[Training, int], Tensor]
 STEPS: dict[str, Step] = {
     "chunk by chunk": chunk_by_chunk,
     "chunks in one graph": chunks_in_one_graph,
-    "chunk by chunk, through the body": chunk_by_chunk_through_the_body,
     "on a constant": head_on_a_constant,
     "in one piece": head_in_one_piece,
     "not at all": no_head,
-    "before the body": head_before_the_body,
 }
 
 

@@ -92,12 +92,7 @@ def on_mesh(shape: Shape, cases: dict[str, Case]) -> dict[str, Case]:
 
 TRAINS = "on a 2D mesh training goes as under FSDP2 and as without sharding"
 PROMISES = Promises()
-PROMISES.trains(
-    TRAINS,
-    {
-        **on_mesh((2, 1), {"uneven": EVERYWHERE["uneven"]}),
-    },
-)
+PROMISES.trains(TRAINS, on_mesh((2, 1), {"uneven": EVERYWHERE["uneven"]}))
 PROMISES.trains(
     TRAINS,
     on_mesh((2, 2), EVERYWHERE | ON_FOUR),

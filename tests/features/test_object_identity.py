@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -61,20 +60,6 @@ def watch_a_training(reshard_after_forward: bool | None) -> list[str]:
 @two.finds([])
 def a_parameter_is_two_objects_for_life() -> list[str]:
     return [wrong for reshard in (None, True, False) for wrong in watch_a_training(reshard)]
-
-
-@two.finds([True, True, True])
-def memory_of_a_whole_parameter_returns_to_the_object_that_autograd_saved() -> list[bool]:
-    training = Training(models.even, ours)
-    block = training.model.blocks[0]
-    training.loss(0)
-    block.unshard()
-    saved = block.up.weight
-    values = saved.detach().clone()
-    block.reshard()
-    freed = saved.untyped_storage().nbytes() == 0
-    block.unshard()
-    return [freed, block.up.weight is saved, torch.equal(saved, values)]
 
 
 @two.finds([True, True, True])

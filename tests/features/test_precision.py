@@ -83,17 +83,6 @@ def test_policies_have_the_fields_and_defaults_of_fsdp2_and_are_frozen_alike(our
             setattr(ours(), name, None)
 
 
-@pytest.mark.parametrize("dtype", FLOATING[1:3], ids=str)
-def test_casting_reaches_floating_point_tensors_at_any_depth_and_leaves_all_else(dtype: torch.dtype) -> None:
-    others = {d: torch.ones(2, dtype=d) for d in ORIGINALS if not d.is_floating_point}
-    floating = [torch.ones(2, dtype=d) for d in FLOATING]
-    cast_floats, (cast_others, name) = cast_floating((floating, (others, "name")), dtype, map_tensors)
-    assert [t.dtype for t in cast_floats] == [dtype] * len(FLOATING)
-    assert all(t.tolist() == [1, 1] for t in cast_floats)
-    assert cast_others is others
-    assert name == "name"
-
-
 def test_gradients_pass_through_a_cast_in_the_dtype_of_the_argument() -> None:
     leaf = torch.ones(2, requires_grad=True)
     cast_floating({"a": leaf}, torch.bfloat16, map_tensors)["a"].sum().backward()

@@ -157,14 +157,6 @@ def a_registered_method_keeps_its_name_and_reshards_after_itself_and_has_to_be_t
     return [block.encode.__name__, block.encode.__doc__, before, isinstance(block.up.weight, DTensor)]
 
 
-def test_registering_a_method_of_a_module_that_is_not_sharded_does_nothing():
-    encoder = Encoder()
-    before = dict(vars(encoder))
-    hwfsdp.register_fsdp_forward_method(encoder, "encode")
-    hwfsdp.register_fsdp_forward_method(encoder, "no such method")
-    assert vars(encoder) == before
-
-
 # --- Several roots, one set of streams ---------------------------------------------------------------------
 
 

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.data import DataLoader
 
 from hwfsdp import (
     CPUOffloadPolicy,
@@ -92,12 +91,6 @@ def a_root_of_the_core_refuses_modules_of_the_package() -> bool:
     with pytest.raises(StateError, match="forward of Sequential: expected one fully_shard"):
         run(model, 0)
     return True
-
-
-@two.finds([2.0, 0.0])
-def a_rank_may_start_processes_of_its_own() -> list[float]:
-    loader = DataLoader([torch.ones(2), torch.zeros(2)], num_workers=1, multiprocessing_context="fork")
-    return [float(batch.sum()) for batch in loader]
 
 
 @two.finds(["2", "1", "0"])

@@ -41,7 +41,6 @@ from oracles import (
     ours,
     theirs,
     train,
-    wrap,
 )
 
 LIBRARIES = (ours, theirs)
@@ -448,15 +447,3 @@ def test_a_group_that_is_whole_or_being_gathered_is_not_gathered_again():
 
     for counts in launch(on_a_rank, 2, timeout=60):
         assert counts == [{"all_gather": 6, "reduce_scatter": 3}] * 2  # as if nothing had been done by hand
-
-
-def test_unshard_returns_a_handle_only_if_async_op_is_set():
-    def on_a_rank() -> None:
-        model = wrap(models.uneven(), ours)
-        handle = model.blocks[0].unshard(async_op=True)
-        assert isinstance(handle, hwfsdp.UnshardHandle)
-        assert handle.wait() is None and handle.wait() is None
-        assert model.unshard(async_op=True).wait() is None  # the root has no parameters of its own
-        assert model.blocks[1].unshard() is None and model.reshard() is None
-
-    launch(on_a_rank, 2, timeout=60)

@@ -277,14 +277,6 @@ def writes_before_an_optimizer_step_are_kept_and_later_ones_are_said_to_be_lost(
     return wrong if torch.equal(whole(module), plain.weight) else [*wrong, str(whole(module))]
 
 
-class Normalized(nn.Linear):
-    """A module that writes to its weight in each forward, as older programs do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = nn.functional.normalize(self.weight)
-        return super().forward(x)
-
-
 class Logs(nn.Linear):
     """A module that gives its weight to numpy in each forward. It writes there in the first one."""
 
@@ -502,22 +494,6 @@ def a_conversion_of_a_whole_module_is_said_to_change_only_values() -> Messages:
     return (
         wrong if module(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16 else ["not converted"]
     )
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embed(tokens))  # type: ignore[no-any-return]
-
-
-def rows_of(module: Any) -> Tensor:
-    """Return this rank's rows, padded as the gather needs them."""
-    local = module.weight._local_tensor
-    return torch.cat([local.as_subclass(Tensor), local.new_zeros(3 - len(local), 6)])
 
 
 # --- After an error ------------------------------------------------------------------------------------------
