@@ -133,24 +133,27 @@ def test_an_exercise_is_read_from_its_markers_without_running_its_tests(course: 
         ("03.one", "It is one."),
         ("03.two", "It is two."),
     ]
-    assert course.exercise("14").target == Path("14_checkpoints/checkpoints.py")
+    assert course.exercise("exercises/14_checkpoints").target == Path("14_checkpoints/checkpoints.py")
     assert [each.number for each in course.exercises] == ["01", "02", "03", "10", "14", "homework"]
 
 
-def test_an_exercise_has_a_number_and_a_folder(course: Course) -> None:
-    for name in ["3", "03", "03_naive_fsdp", "exercises/03_naive_fsdp"]:
-        assert course.exercise(name).number == "03"
+REFUSED: dict[str, Callable[[Course], object]] = {  # words of the error
+    "--submission .*nowhere: expected a folder; got nothing": lambda course: commands.check(
+        "3", course.root / "nowhere", None, False
+    ),
+    "hwfsdp hint 03_naive_fsdp": lambda course: course.exercise("03_naiv_fsdp", "hint"),
+    "See: hwfsdp list": lambda course: course.exercise("4", "hint"),
+    "expected a file with a starter": lambda course: commands.reset_exercise("homework", False),
+    "a station from 02": lambda course: commands.catch_up("14", False),
+    "Ask your instructor": lambda course: (course.root / "solutions" / "my_fsdp.py").unlink()
+    or commands.catch_up("3", False),
+}
 
 
-def test_a_submission_that_is_no_folder_is_refused(course: Course) -> None:
-    with pytest.raises(UsageError, match="--submission .*nowhere: expected a folder; got nothing"):
-        commands.check("3", course.root / "nowhere", None, False)
-
-
-def test_an_unknown_exercise_is_refused_with_a_remedy(course: Course) -> None:
-    for name, remedy in [("03_naiv_fsdp", "hwfsdp hint 03_naive_fsdp"), ("4", "See: hwfsdp list")]:
-        with pytest.raises(UsageError, match=remedy):
-            course.exercise(name, "hint")
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_command_that_cannot_be_run_is_refused_with_a_remedy(words: str, course: Course) -> None:
+    with pytest.raises(UsageError, match=words):
+        REFUSED[words](course)
 
 
 def test_a_marker_that_is_no_plain_value_is_named(course: Course) -> None:
@@ -237,11 +240,6 @@ def test_reset_writes_the_starter_and_keeps_the_file(course: Course, say: Say) -
     assert json.loads(say(commands.reset_exercise, "14", True)[1]) == {"exercise": "14", "kept": None}
 
 
-def test_reset_of_a_file_without_a_source_is_refused(course: Course) -> None:
-    with pytest.raises(UsageError, match="expected a file with a starter"):
-        commands.reset_exercise("homework", False)
-
-
 def test_catchup_gives_the_stage_before_and_names_what_is_not_the_students_own(
     course: Course, say: Say
 ) -> None:
@@ -253,18 +251,6 @@ def test_catchup_gives_the_stage_before_and_names_what_is_not_the_students_own(
     assert "return 1" in text and "def shard" in text and "# @" not in text
     by_number = {each.exercise.number: each.status for each in Progress.load(course).standings()}
     assert (by_number["02"], by_number["01"]) == ("written by hwfsdp catchup", "passed")
-
-
-def test_catchup_is_for_later_stations(course: Course) -> None:
-    for number, expected in [("1", "a station from 02"), ("14", "a station from 02")]:
-        with pytest.raises(UsageError, match=expected):
-            commands.catch_up(number, False)
-
-
-def test_catchup_without_solutions_names_the_instructor(course: Course) -> None:
-    (course.root / "solutions" / "my_fsdp.py").unlink()
-    with pytest.raises(UsageError, match="Ask your instructor"):
-        commands.catch_up("3", False)
 
 
 def test_a_check_runs_its_own_tests_first_and_the_side_quest_only_by_itself(course: Course) -> None:

@@ -14,9 +14,7 @@ import pytest
 from hwfsdp.course import compare, machines, stages
 from hwfsdp.course.machines import WIDE, Step
 from hwfsdp.course.ranks import Course
-from hwfsdp.course.text import rendered
 from hwfsdp.launcher.fork_server import start_server
-from hwfsdp.plot.player.page_data import pack
 
 ROOT = Path(__file__).parents[2]
 MARKED = ROOT / "solutions" / "my_fsdp.py"
@@ -75,28 +73,6 @@ def test_collectives_of_single_parameters_are_on_one_stream_of_each_kind_and_nam
     assert {e.stream for e in log.events} == {"compute", *owners}
 
 
-@pytest.mark.parametrize("machine", ["gpu", "host"])
-def test_the_log_of_a_picture_says_that_its_times_are_calculated(machine: str) -> None:
-    log = compare.drawn(compare.step_of(compare.OURS, machines.EVALUATION, machine))
-    (packed,) = pack([("x", log)])["logs"]
-    assert packed["predicted"] and packed["states"]["state"] == []
-
-
-def test_the_certificate_draws_both_steps_on_one_scale(steps: tuple[Step, Step]) -> None:
-    runs = compare.lanes({"yours": steps[0], "the reference": steps[1]})
-    ends = [max(bar.left + bar.width for bars in run.rows.values() for bar in bars) for run in runs]
-    spans = [compare.drawn(step).events for step in steps]
-    lengths = [max(e.end_us for e in events) - min(e.start_us for e in events) for events in spans]
-    assert ends == pytest.approx([100 * length / max(lengths) for length in lengths])
-    for run in runs:
-        assert [len(run.rows[row]) for row in ("gathers", "reductions")] == [10, 5]
-        assert [(bar.op, bar.owner) for bar in run.rows["compute"] if bar.op != "wait"] == SECTIONS
-    page = rendered(
-        "certificate.html", standings=[], measured={}, runs=runs, rows=[], color=lambda op: "#000"
-    )
-    assert page.count("<rect") == sum(map(len, spans)) and "http" not in page
-
-
 def test_the_page_stands_alone(steps: tuple[Step, Step]) -> None:
     page = compare.page(*steps)
     assert re.findall(r'src="(.{9})', page) == ["data:imag"] and "<script" not in page and "http" not in page
@@ -117,11 +93,6 @@ def test_a_run_with_a_reference_prints_the_table_and_names_the_page(tmp_path: Pa
     assert "open runs/check/my_fsdp.html in a browser" in ended.stdout, ended.stdout
     assert re.search(r"gathers of the forward travel alone +69.1 ms +14.0 ms", ended.stdout)
     assert (tmp_path / "runs" / "check" / "my_fsdp.html").exists()
-
-
-def test_the_package_itself_is_a_reference() -> None:
-    step = compare.step_of(compare.OURS, WIDE, "host")
-    assert sum(e.op == "reduce_scatter" for e in compare.drawn(step).events) == 5  # one for each block
 
 
 def test_a_file_that_was_not_simulated_has_no_page(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import sys
 import types
 from dataclasses import replace
@@ -226,13 +225,6 @@ def test_blocking_collectives_of_torch_do_not_overlap_and_do_not_race() -> None:
 def test_asynchronous_collectives_of_torch_overlap_only_what_follows_them() -> None:
     """A gather waits for the current stream, which computes. So it never overtakes compute in a forward."""
     assert failed(with_torch(is_async=True), *TASKS) == {"forward_prefetch": "no-overlap"}
-
-
-def test_bonuses_are_marked_in_the_outcomes() -> None:
-    from hwfsdp.course.findings import Outcome
-
-    outcome = Outcome("homework.ours_tied", "It is tied.", 1, bonus=True)
-    assert json.loads(json.dumps(outcome.as_dict()))["bonus"] is True
 
 
 @pytest.mark.long

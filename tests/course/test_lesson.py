@@ -32,12 +32,6 @@ def test_a_slider_without_choices_is_refused(choices: dict[str, Any], got: str) 
         lesson.explore(print, **choices)
 
 
-@pytest.mark.parametrize(("given", "got"), [("question", "only the question"), ("answer", "only the answer")])
-def test_a_question_comes_with_its_answer(given: str, got: str) -> None:
-    with pytest.raises(UsageError, match=f"expected a question with its answer, or neither; got {got}"):
-        lesson.explore(draw, rank=range(2), **{given: "?"})
-
-
 def draw(rank: int, step: str = "-") -> Figure:
     """Draw a picture: one inch wide plus one per rank, and two inches high in step b, else one."""
     return new_figure(1.0 + rank, 2.0 if step == "b" else 1.0)

@@ -78,7 +78,3 @@ def test_points_change_in_the_marker_and_an_exercise_leaves_with_its_folder(tree
     ring = int(re.findall(r" 02 .*?(\d+) points", before)[0])
     assert totals[1] - totals[0] == 100 - int(points) - ring
     assert " 02 " in before and " 02 " not in after
-
-
-def test_the_page_is_one_page() -> None:
-    assert len(PAGE.read_text().splitlines()) <= 120

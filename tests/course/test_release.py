@@ -90,6 +90,8 @@ def test_the_edition_has_tracked_files_of_the_course_and_nothing_of_the_teachers
     assert found == exercises | top | {"docs/tutorial.md", "notebooks/01.ipynb"}
     assert not [name for name in built if name.startswith(("solutions", "tests")) or "grades" in name]
     assert {"hwfsdp/__init__.py", "setup.cfg", "exercises/README.md"} <= set(built)
+    assert (tmp_path / "out" / "AGENTS.md").read_text() == "Ask first.\n"
+    assert (tmp_path / "out" / "exercises" / "AGENTS.md").read_text() == "Ask first.\n"
 
 
 def test_later_exercises_stay_and_links_to_them_become_words(
@@ -121,12 +123,6 @@ def test_a_page_does_not_speak_of_later_exercises(
     written(course, tmp_path / "out", upto)
     page = (tmp_path / "out" / "exercises" / "01_rows" / "README.md").read_text()
     assert page == f"# Rows\n\n{words}\n\n{rows}\n\n{paragraphs}The end.\n"
-
-
-def test_paragraphs_for_instructors_stay(course: Course, built: list[str], tmp_path: Path) -> None:
-    written(course, tmp_path / "out")
-    assert (tmp_path / "out" / "AGENTS.md").read_text() == "Ask first.\n"
-    assert (tmp_path / "out" / "exercises" / "AGENTS.md").read_text() == "Ask first.\n"
 
 
 def test_a_folder_in_use_an_unknown_exercise_and_a_course_without_git_are_refused(

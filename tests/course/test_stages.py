@@ -50,12 +50,6 @@ def test_a_stage_has_the_newest_lines_up_to_it() -> None:
         assert body(stages.stage(MARKED, upto)) == lines
 
 
-def test_the_stages_of_a_text_begin_with_the_starter_and_end_with_the_solution() -> None:
-    found = stages.stages(MARKED)
-    assert len(found) == 5
-    assert (found[0], found[-1]) == (stages.starter(MARKED), stages.stage(MARKED, stages.END))
-
-
 def test_marks_that_do_not_fit_are_named() -> None:
     for text, got in [
         ("# @end\n", "# @end alone"),

@@ -49,26 +49,6 @@ def test_a_vague_misconception_asks_the_tests_own_question() -> None:
     assert failed("01.rows", "spread-evenly").question.startswith("How does torch.chunk")
 
 
-def test_variants_of_a_test_count_together() -> None:
-    outcome = Outcome("03.trains", "It trains.", 4)
-    outcome.add("passed")
-    outcome.add("failed", Finding("not-reduced", "first"))
-    outcome.add("failed", Finding("not-freed", "second"))
-    outcome.add("passed")
-    assert (outcome.status, outcome.as_dict()["message"]) == ("failed", "first")
-
-
-def test_an_error_of_the_test_is_not_the_students() -> None:
-    outcome = Outcome("03.trains", "It trains.", 4)
-    outcome.add("error", note="KeyError: 'x'")
-    page = verdict([outcome], Style(io.StringIO()))
-    assert (
-        "not your mistake" in page
-        and outcome.as_dict()["misconception"] is None
-        and cause_of([outcome]) is None
-    )
-
-
 def test_earlier_exercises_that_still_hold_are_one_line() -> None:
     own, earlier = Outcome("03.rows", "Rows.", 2), Outcome("01.rows", "Rows.", 3, own=False)
     own.add("passed"), earlier.add("passed")

@@ -12,7 +12,7 @@ from benchmarks import __main__ as program
 from benchmarks import steps
 from benchmarks.contenders import DDP, FSDP2, HWFSDP, UNSHARDED
 from benchmarks.limit import TRANSPORTS
-from benchmarks.records import Check, Record, Spread, load, of_part, ratio, save
+from benchmarks.records import Check, Record, Spread, load, of_part, save
 from benchmarks.report import tables, verdict
 from benchmarks.timing import take_turns, timed
 
@@ -66,11 +66,6 @@ def test_limits_profiles_and_peaks_add_up(records):
     assert (spread.q1, spread.median, spread.q3) == (1.0, 1.0, 1.0)
 
 
-def test_overhead_is_the_time_beyond_the_unsharded_step():
-    samples = {"fwd+bwd": {HWFSDP: [1.5], FSDP2: [3.0], UNSHARDED: [1.0]}}
-    assert overhead.overheads(samples) == {HWFSDP: [500.0], FSDP2: [2000.0]}
-
-
 def test_a_counter_sees_the_peak_and_storages_that_come_and_go():
     with peak.StorageCounter() as counter:
         kept = torch.zeros(1000)
@@ -84,12 +79,6 @@ def test_a_counter_sees_the_peak_and_storages_that_come_and_go():
         kept.untyped_storage().resize_(4000)
     assert (highest, before, counter.peak, counter.whole) == (6000, 1000, 5000, 4000)
     assert len(view) + len(last) == 260
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_the_gpu_part_says_why_it_is_skipped(capsys):
-    assert gpu.run("cuda", 1) == []
-    assert "torch.cuda is not available" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -108,11 +97,6 @@ def test_contenders_take_turns_at_going_first():
     samples = take_turns(actions, rounds=2, warm_up=1)
     assert "".join(order) == "cab" + "abc" + "bca"
     assert {name: len(times) for name, times in samples["ms"].items()} == dict.fromkeys("abc", 2)
-
-
-def test_ratios_are_of_the_same_round():
-    check = ratio([1.0, 20.0, 3.0], [2.0, 40.0, 6.0], target=0.5)
-    assert (check.spread, check.met) == (Spread(0.5, 0.5, 0.5, 3), True)
 
 
 @pytest.mark.parametrize(

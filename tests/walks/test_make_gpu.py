@@ -19,7 +19,7 @@ from benchmarks import gpu
 from benchmarks.contenders import Shape
 from benchmarks.on_gpu import page, parts, start
 from benchmarks.on_gpu.__main__ import run_step
-from benchmarks.on_gpu.parts import PARTS, ROOT, Step, files_of
+from benchmarks.on_gpu.parts import PARTS, ROOT, Step
 
 STEP = {"name": "a step", "status": "held", "said": "1 passed | <b>", "seconds": 2.0}
 RESULT = {"date": "2026-11-23T12:00+00:00", "machine": {"torch": "2.15.0"}, "steps": [STEP]}
@@ -45,7 +45,6 @@ LACKS = {"missing": ["torch"]}
     [
         (SEES, SEES, False, "venv"),
         (BLIND, SEES, False, "own"),
-        (LACKS, SEES, False, "own"),
         (None, SEES, False, "own"),
         (BLIND, SEES, True, "venv"),
         (BLIND, BLIND, False, None),
@@ -86,20 +85,6 @@ def test_a_command_holds_fails_or_is_ended_when_time_is_up(
     seconds = 3.0 if status == "late" else 60.0
     found = run_step(Step("a step", [sys.executable, "-c", program]), seconds, tmp_path / "log")
     assert (found["status"], found["said"]) == (status, said)
-
-
-def test_a_step_that_is_left_out_has_a_reason() -> None:
-    found = run_step(Step("two ranks", [], why="There is one GPU."), 1.0, Path("no log"))
-    assert (found["status"], found["said"]) == ("left out", "There is one GPU.")
-
-
-def test_files_that_need_hypothesis_are_left_out_where_it_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with_it, without = files_of(["observe/test_races.py", "parity/test_overlap.py"])
-    assert not with_it.command and with_it.why == "hypothesis is not installed."
-    assert "--noconftest" in without.command
 
 
 @pytest.fixture

@@ -158,11 +158,6 @@ def test_every_part_names_the_package_that_it_needs(light: Any, tmp_path: Path) 
         assert "expected the package" in said and f"pip install {EXTRAS[name][0]}" in said, what
 
 
-def test_the_command_says_it_in_one_line(light: Any) -> None:
-    done = light("-m", "hwfsdp", "demo")
-    assert done.returncode and done.stderr.count("\n") == 1 and "pip install matplotlib" in done.stderr
-
-
 def test_every_extra_that_a_message_names_installs_the_package() -> None:
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")

@@ -38,11 +38,6 @@ def test_the_page_is_small_asks_for_nothing_and_has_an_answer_for_each_position(
     assert len(data["answers"]) == len(PLACES) > 100
 
 
-def test_no_two_operations_and_no_two_kinds_of_memory_look_alike(data: dict[str, Any]) -> None:
-    for looks in (data["ops"], [look for look in data["kinds"] if look[0] != "other"]):
-        assert len({(color, mark) for _, color, mark, _ in looks}) == len(looks)
-
-
 @pytest.mark.parametrize("number", [0, suites.long(len(PLACES) // 2 + 9), suites.long(len(PLACES) - 4)])
 def test_the_page_has_the_numbers_of_simulate(number: int, data: dict[str, Any]) -> None:
     at, shown = PLACES[number], data["answers"][number]
