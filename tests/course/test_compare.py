@@ -59,20 +59,6 @@ def test_the_picture_has_the_compute_of_each_unit_and_its_collectives(steps: tup
     assert {compare.MINE, compare.THEIRS, *"01234"} <= set(words)
 
 
-def test_collectives_of_single_parameters_are_on_one_stream_of_each_kind_and_named_after_units(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "my_fsdp.py").write_text(stages.stage(MARKED.read_text(), "04"))
-    step = compare.step_of(tmp_path / "my_fsdp.py", WIDE, "host")
-    assert {"weight", "bias"} <= {e.owner for e in step.events}
-    assert len({e.stream for e in step.events}) > 2 * 40  # one for each of the gathers and reductions
-    log, each = compare.drawn(step), 8  # parameters of a block
-    owners = {op: [e.owner for e in log.select(op)] for op in ("all_gather", "reduce_scatter")}
-    assert owners["all_gather"] == [unit for _, unit in SECTIONS for _ in range(each)]
-    assert owners["reduce_scatter"] == [unit for unit in "43210" for _ in range(each)]
-    assert {e.stream for e in log.events} == {"compute", *owners}
-
-
 def test_the_page_stands_alone(steps: tuple[Step, Step]) -> None:
     page = compare.page(*steps)
     assert re.findall(r'src="(.{9})', page) == ["data:imag"] and "<script" not in page and "http" not in page

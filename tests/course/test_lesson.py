@@ -53,16 +53,6 @@ def test_every_position_of_every_slider_is_in_the_page_and_paper_has_the_first_a
     assert [said for said, _ in lesson.explore(draw, rank=[7]).stills()] == ["rank = 7"]
 
 
-def test_a_notebook_gets_the_page_and_the_pictures_for_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[Any] = []
-    monkeypatch.setattr("IPython.display.display", lambda *objects: shown.extend(objects))
-    chosen = lesson.explore(draw, rank=range(2))
-    chosen._ipython_display_()
-    assert shown[0].data == chosen._repr_html_()
-    assert [said.data for said in shown[1::2]] == ["*rank = 0*", "*rank = 1*"]
-    assert all(isinstance(figure, Figure) for figure in shown[2::2])
-
-
 def test_a_page_with_sliders_asks_for_nothing_and_its_texts_stay_texts() -> None:
     text = "</script><b>1 < 2</b>"
     page = lesson.explore(draw, question=text, answer=text, rank=[1], step=[text])._repr_html_()

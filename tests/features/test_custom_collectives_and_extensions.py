@@ -233,7 +233,7 @@ def allocate_from_group(training: Training) -> None:
         training.steps(1)
 
 
-CUSTOM = {"fp32": case(models.uneven, custom), "bf16": case(models.uneven, custom, policy=BF16_FP32)}
+CUSTOM = {"bf16": case(models.uneven, custom, policy=BF16_FP32)}
 PROMISES.trains(
     "custom collectives change no number and are asked for what FSDP2 asks them for", CUSTOM, not_plain=CUSTOM
 )
@@ -346,20 +346,6 @@ def written(value: Tensor, out: Tensor | None, *inner: Tensor) -> tuple[Tensor, 
     return None
 
 
-class Halves(Packed):
-    """A parameter that travels as two bf16 tensors: the rounded value, and the rest. It may have any number of rows."""
-
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        assert len(outer_stride) == len(outer_size) and isinstance(module, nn.Module)
-        value = self.padded(mesh, outer_size)
-        high = value.to(BF16)
-        return (high, (value - high.float()).to(BF16)), tuple(outer_size)
-
-    def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
-        high, low = (t[: metadata[0]] for t in all_gather_outputs)
-        return written((high.float() + low.float()).to(param_dtype), out)
-
-
 class Quantized(Packed):
     """A parameter that travels as int8 with an fp32 scale per row. It has the old signature, which takes only the mesh."""
 
@@ -397,21 +383,9 @@ def pack(model: models.Model, kind: type[Packed]) -> None:
 
 
 PACKED: dict[str, type[Packed]] = {
-    "two inner tensors": Halves,
     "quantized to int8": Quantized,
     "a subclass when whole": Kept,
 }
-
-
-def evaluate_packed(training: Training) -> None:
-    """Run the first forwards and the last one without gradients."""
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            training.loss(0)
-    training.call("reshard")
-    training.steps(1)
-    with torch.inference_mode():
-        training.loss(1)
 
 
 def check_packed(kind: str, name: str) -> dict[str, list[str]]:
@@ -433,16 +407,13 @@ def unpacked_trace(trace: Trace) -> Trace:
 
 PACKED_CASES: dict[str, Case] = {
     "accumulated": case(models.even, accumulated),
-    "evaluated first": case(models.even, evaluate_packed),
     "loaded": case(models.even, functools.partial(reload, assign=False)),
     "bf16": case(models.even, policy=BF16_FP32),
-    "uneven": case(models.uneven),
     "uneven, a list": case(models.uneven, how="lists"),
 }
 TRAVELS: dict[str, tuple[str, ...]] = {
-    "two inner tensors": ("uneven",),
     "quantized to int8": ("loaded", "accumulated"),
-    "a subclass when whole": ("uneven, a list", "evaluated first", "bf16"),
+    "a subclass when whole": ("uneven, a list", "bf16"),
 }
 PROMISES.add(
     "a tensor subclass travels in its own form",

@@ -138,7 +138,7 @@ def by_methods(training: Training) -> None:
 
 PROMISES.trains(
     "a registered method gathers like forward",
-    {"blocks": case(Methodical, by_methods), "bf16": case(Methodical, by_methods, policy=BF16_FP32)},
+    {"bf16": case(Methodical, by_methods, policy=BF16_FP32), "blocks": case(Methodical, by_methods)},
 )
 
 
@@ -235,7 +235,6 @@ def offloaded(package: ModuleType, module: nn.Module, **options: Any) -> nn.Modu
 PROMISES.trains(
     "offloading from the CPU to the CPU changes nothing",
     {
-        "blocks": Case(models.uneven, two_steps, sharding=offloaded),
         "bf16": Case(models.uneven, two_steps, options={"policy": BF16_FP32}, sharding=offloaded),
         "accumulated": Case(models.stem, accumulated, sharding=offloaded),
     },

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -149,9 +148,6 @@ PROMISES.add(
 )
 
 
-test_a_promise_is_kept = PROMISES.test()
-
-
 # --- Over fewer ranks: traffic -----------------------------------------------------------------------------
 
 
@@ -186,29 +182,26 @@ def gathered_after_the_setting_changed() -> list[int]:
     return [event.bytes for event in log.select("all_gather", owner="blocks.0")]
 
 
-def test_after_a_change_of_the_setting_shards_are_gathered_over_all_ranks_again():
-    first, second = launch(gathered_after_the_setting_changed, 4)[0]
-    assert first == second
+def whole_block(build: Callable[[], models.Model], ranks: int) -> list[int]:
+    """Return the bytes of a gather of the first block over this many ranks."""
+    shapes = [param.shape for param in build().blocks[0].parameters()]
+    return [4 * ranks * sum(padded_local_numel(shape, ranks) for shape in shapes)]
 
 
-def test_backward_gathers_over_the_smaller_group_and_forward_over_all_ranks():
-    """An embedding without unshard in backward gathers nothing there."""
+def traffic() -> dict[str, list[str]]:
+    """Check the bytes of gathers. An embedding without unshard in backward gathers nothing there."""
+    first, second = gathered_after_the_setting_changed()
+    facts = {
+        "forward over all ranks, backward over the smaller group": gathers(models.Branching)
+        == [whole_block(models.Branching, 4), whole_block(models.Branching, 2)],
+        "embedding": gathers(models.Embedded, False) == [whole_block(models.Embedded, 4), []],
+        "over all ranks again after a change": first == second,
+        "larger shards are freed": larger_shard_is_freed_when_the_parameter_is_whole(),
+    }
+    return {"facts": [what for what, holds in facts.items() if not holds]}
 
-    def whole(build: Callable[[], models.Model], ranks: int) -> list[int]:
-        shapes = [param.shape for param in build().blocks[0].parameters()]
-        return [4 * ranks * sum(padded_local_numel(shape, ranks) for shape in shapes)]
 
-    block = [whole(models.Branching, 4), whole(models.Branching, 2)]
-    embedding = [whole(models.Embedded, 4), []]
-
-    def on_a_rank() -> list[Any]:
-        return [
-            gathers(models.Branching),
-            gathers(models.Embedded, False),
-            larger_shard_is_freed_when_the_parameter_is_whole(),
-        ]
-
-    assert launch(on_a_rank, 4, timeout=100) == [[block, embedding, True]] * 4
+PROMISES.add("gathers go over the ranks that have the shards", {"bytes": traffic}, ranks=4)
 
 
 # --- Which form is registered at every turn ----------------------------------------------------------------
@@ -413,37 +406,38 @@ def test_gathering_and_freeing_by_hand_works_as_in_fsdp2(in_between, world_size,
     assert launch(on_a_rank, world_size, timeout=200) == [[]] * world_size
 
 
-def test_shards_may_be_put_back_while_a_gather_over_the_smaller_mesh_is_in_flight():
-    """torch 2.13 fails there. The oracle is a step without operations by hand."""
-
-    def on_a_rank() -> Any:
-        warnings.simplefilter("error")
-        training = Training(models.uneven, ours, reshard_after_forward=2)
-        plain = by_hand(training, (), in_between=True)[-1]
-        among = [s for s in sequences(3) if crashes_fsdp2(s)]
-        found = {s: by_hand(training, s, in_between=True)[-1] for s in among}
-        return [s for s in among if not all(torch.equal(found[s][name], plain[name]) for name in plain)]
-
-    assert launch(on_a_rank, 4, timeout=200) == [[]] * 4
+def put_back() -> dict[str, list[str]]:
+    """Put shards back while a gather is in flight. torch 2.13 fails there, so the oracle is a step without operations by hand."""
+    training = Training(models.uneven, ours, reshard_after_forward=2)
+    plain = by_hand(training, (), in_between=True)[-1]
+    among = [s for s in sequences(3) if crashes_fsdp2(s)]
+    found = {s: by_hand(training, s, in_between=True)[-1] for s in among}
+    wrong = [s for s in among if not all(torch.equal(found[s][name], plain[name]) for name in plain)]
+    return {"plain": [str(s) for s in wrong]}
 
 
-def test_a_group_that_is_whole_or_being_gathered_is_not_gathered_again():
-    """The forward finishes a gather that has only started."""
+PROMISES.add(
+    "shards may be put back while a gather is in flight", {"over the smaller mesh": put_back}, ranks=4
+)
 
-    def on_a_rank() -> Any:
-        counts = []
-        for library in LIBRARIES:
-            training = Training(models.uneven, library, "blocks")
-            training.loss(0).backward()
-            _, second, third = training.model.blocks
-            handles: list[Any] = []
-            with record() as log:
-                third.unshard(async_op=True)
-                for operation in ("start", "start", "unshard", "unshard", "start", "wait"):
-                    act(second, operation, handles)
-                training.loss(1).backward()
-            counts.append(Counter(event.op for event in log.collectives()))
-        return counts
 
-    for counts in launch(on_a_rank, 2, timeout=60):
-        assert counts == [{"all_gather": 6, "reduce_scatter": 3}] * 2  # as if nothing had been done by hand
+def gathered_once() -> dict[str, list[str]]:
+    """Check that a group that is whole or being gathered is not gathered again. The forward finishes a gather that has only started."""
+    counts = []
+    for library in LIBRARIES:
+        training = Training(models.uneven, library, "blocks")
+        training.loss(0).backward()
+        _, second, third = training.model.blocks
+        handles: list[Any] = []
+        with record() as log:
+            third.unshard(async_op=True)
+            for operation in ("start", "start", "unshard", "unshard", "start", "wait"):
+                act(second, operation, handles)
+            training.loss(1).backward()
+        counts.append(Counter(event.op for event in log.collectives()))
+    as_usual = {"all_gather": 6, "reduce_scatter": 3}
+    return {"counts": [] if counts == [as_usual] * 2 else [str(counts)]}
+
+
+PROMISES.add("a group is gathered once", {"by hand": gathered_once})
+test_a_promise_is_kept = PROMISES.test()

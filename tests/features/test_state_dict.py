@@ -84,7 +84,6 @@ PLACES: dict[str, Place] = {  # of 2 ranks
     "buffers": Place((2,), build=models.Normalized),
     "tied": Place((2,), build=models.Transformer),
 }
-FEW = ("rows", "columns", "one shard, two replicas", "tensor parallel")
 TWO = ("rows", "tensor parallel")
 Make = Callable[[Any], torch.optim.Optimizer]
 adam = functools.partial(torch.optim.AdamW, lr=0.02, eps=1e-3)
@@ -142,7 +141,7 @@ def named(check: PlaceCheck, place: str, *args: Any) -> dict[str, list[str]]:
 # --- A state dict holds the shards -------------------------------------------------------------------------
 
 
-@over(FEW)
+@over(TWO)
 def it_has_the_names_and_values_of_the_unsharded_model_as_dtensors(place: Place) -> list[str]:
     """Compare names, order, kinds, shapes and values."""
     plain, training = fresh(place.build), PlacedTraining(place, hwfsdp)

@@ -273,13 +273,11 @@ TASKS: dict[str, Task] = {
     "sequence parallel": Task(Sequence, cut_sequence),
     "tied embedding": Task(Tied, cut_tied),
     "sharded along the last dim": Task(options={"shard_placement_fn": lambda param: Shard(param.ndim - 1)}),
-    "frozen": Task(models.frozen),
     "accumulate unreduced": Task(models.uneven, scenario=UNREDUCED),
     "accumulate over replicas": Task(Sequence, cut_sequence, functools.partial(accumulate, pattern="ssa")),
     "clip": Task(models.uneven, scenario=clip),
 }
 LOW_PRECISION: dict[str, Task] = {
-    "bf16, reduce fp32": Task(models.uneven, policy=BF16_FP32),
     "bf16, sequence parallel": Task(Sequence, cut_sequence, policy=BF16_FP32),
 }
 WHERE: dict[Shape, tuple[str, ...]] = {
@@ -287,7 +285,7 @@ WHERE: dict[Shape, tuple[str, ...]] = {
     (1, 2): ("nested", "bf16, sequence parallel", "clip"),
     (2, 2): (
         *("uneven", "plain norms in one group with cut layers", "sequence parallel", "tied embedding"),
-        *("frozen", "sharded along the last dim", "bf16, reduce fp32", "accumulate unreduced"),
+        *("sharded along the last dim", "accumulate unreduced"),
     ),
     (2, 1, 2): ("accumulate over replicas",),
 }
@@ -349,8 +347,11 @@ def cut_rows(model: nn.Module, tp: DeviceMesh) -> None:
         setattr(model, name, nn.Parameter(cut))
 
 
-def fake_layouts(shape: Shape) -> list[str]:
-    """Play every rank of a mesh in turn, in one process. Sharding needs no communication."""
+def fake_layouts() -> list[str]:
+    """Play every rank of some meshes in turn, in one process. Sharding needs no communication.
+
+    torch 2.13 gives the rank at (2, 0) one of 7 rows on (3, 2), but no row is left for it.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     wrong = []
@@ -358,7 +359,8 @@ def fake_layouts(shape: Shape) -> list[str]:
     # the check would need collectives, which a fake group does not have
     dist.set_debug_level(dist.DebugLevel.OFF)
     plain = fresh(Rows)
-    for rank in range(world_size(shape)):
+    shapes: tuple[Shape, ...] = ((2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (5, 2))
+    for shape, rank in ((shape, rank) for shape in shapes for rank in range(world_size(shape))):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(shape))
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         model = fresh(Rows)
@@ -370,12 +372,10 @@ def fake_layouts(shape: Shape) -> list[str]:
             same_shape = (param.shape, param.stride()) == (whole.shape, whole.stride())
             in_place = param.device_mesh == mesh and local.is_contiguous()
             if not (same_shape and in_place and torch.equal(local, layout.part(whole))):
-                wrong.append(f"{name} at {layout.coordinate}: {local.tolist()}")
+                wrong.append(f"{name} at {layout.coordinate} of {shape}: {local.tolist()}")
         dist.destroy_process_group()
     return wrong
 
 
 def test_ranks_hold_the_chunks_of_their_tensor_parallel_chunks():
-    """torch 2.13 gives the rank at (2, 0) one of 7 rows on (3, 2), but no row is left for it."""
-    for shape in ((2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (5, 2)):
-        assert launch(fake_layouts, 1, shape, timeout=60) == [[]]
+    assert launch(fake_layouts, 1, timeout=60) == [[]]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import models
-from hwfsdp import MixedPrecisionPolicy, StateError, UsageError, fully_shard
+from hwfsdp import MixedPrecisionPolicy, StateError, fully_shard
 from hwfsdp.errors import WrongTypeError
 from oracles import cpu_mesh, fresh, ours, rank_rows, wrap
 from test_advice import Messages, caught, other_than
@@ -339,15 +339,6 @@ def a_module_in_a_group_may_be_converted_after_the_first_forward() -> list[str]:
             if not all(map(torch.allclose, *results)):
                 wrong.append(f"{name}: {results}")
     return wrong
-
-
-@two.finds((nn.Parameter, "data of parameter 'weight': expected a tensor of shape (5, 6); got (6,)."))
-def a_whole_parameter_is_copied_as_a_plain_one_and_keeps_its_shape() -> tuple[type, str]:
-    module = ours(linear())
-    module.unshard()
-    with pytest.raises(UsageError) as caught:
-        module.weight.data = torch.ones(6)
-    return type(copy.deepcopy(module.weight)), str(caught.value).split(" Change")[0]
 
 
 @two.finds([False] * 4)

@@ -41,7 +41,6 @@ class Case(NamedTuple):
 
 CASES = {
     "blocks": Case(models.stem),
-    "nested": Case(models.even, how="nested"),
     "mixed precision": Case(models.even, mixed=True),
     "accumulation": Case(models.stem, reduce_first=False),
     "checkpoints": Case(lambda: models.checkpointed(reentrant=False)),

@@ -180,15 +180,6 @@ def a_model_of_two_libraries_is_refused() -> bool:
 # --- Attributes that torch's pipeline stages read ----------------------------------------------------------
 
 
-@two.finds([True, True, True])
-def programs_read_the_policy_and_the_groups_by_torchs_names() -> list[bool]:
-    policy = hwfsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = sharded(hwfsdp, mp_policy=policy)
-    state: Any = model._get_fsdp_state()
-    found = state is hwfsdp.fully_shard.state(model)
-    return [found, state._mp_policy is policy, state._fsdp_param_groups == [state._fsdp_param_group]]
-
-
 test_on_two_ranks = two.test()
 
 

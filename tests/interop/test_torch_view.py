@@ -194,7 +194,7 @@ def a_memory_tracker_sees_the_same_as_with_fsdp2_and_disturbs_nothing() -> tuple
     return differences(trace, expected_trace, *BITS), others, len(expected)
 
 
-@two.finds([True] * 4)
+@two.finds([True] * 5)
 def the_view_agrees_with_the_state() -> list[bool]:
     theirs()
     model: Any = fsdp.fully_shard(nn.Linear(4, 4), mesh=cpu_mesh())
@@ -206,6 +206,7 @@ def the_view_agrees_with_the_state() -> list[bool]:
         all(param.unsharded_param is param._unsharded_param is not None for param in params),
         isinstance(params[0].sharded_param, DTensor),
         state._comm_ctx is state.comm_ctx,
+        state._fsdp_param_groups == [state._fsdp_param_group],
     ]
 
 

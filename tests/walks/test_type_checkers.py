@@ -39,7 +39,7 @@ def build(offload: bool) -> FSDPModule:
         kept = CPUOffloadPolicy(pin_memory=False)
     block: FSDPModule = fully_shard(model[0], mesh=mesh, mp_policy=policy, offload_policy=kept, shard_placement_fn=place)
     pair: list[FSDPModule] = fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)], mesh=mesh, reshard_after_forward=2)
-    sharded: FSDPModule = fully_shard(model, ignored_params={model[0].weight} if offload else None)
+    sharded: FSDPModule = fully_shard(model, ignored_params=set(model[0].parameters()) if offload else None)
     sharded.set_modules_to_forward_prefetch([block])
     register_fsdp_forward_method(model, "forward")
     share_comm_ctx(pair)
