@@ -121,7 +121,6 @@ GONE = rf"ranks? .* waits? in collective \d+ .*, {WAITED}; rank 1 has not called
 
 
 @parts("one is killed", 3, GONE + r"is gone: death by signal SIGKILL\.")
-@parts("one is killed, over gloo", 2, GONE + "is gone: death by", shared_memory="0")
 def die() -> None:
     model = shard()
     step(model)
@@ -137,14 +136,6 @@ def fail() -> None:
     if is_one():
         raise KeyError("lost")
     step(model)
-
-
-@parts("one returns", 2, GONE + r"has returned\.")
-def return_early() -> None:
-    model = shard()
-    step(model)
-    if not is_one():
-        step(model)
 
 
 OF_THE_USER = (

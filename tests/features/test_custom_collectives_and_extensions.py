@@ -138,26 +138,6 @@ for _change in (
     two.add(f"as FSDP2: {_change.__name__}", lambda _change=_change: same(_change), True)
 
 
-def is_autograd_off_after_gathers() -> list[bool]:
-    """Look at the grad mode in which an extension's tensors are filled, in a forward and in its backward."""
-    model: Any = ours(nn.Sequential(nn.Linear(4, 4, bias=False)))
-    local, seen = local_of(model[0].weight), []
-
-    def after(outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
-        seen.append(not torch.is_grad_enabled())
-        return None if out is not None else (outputs[0], outputs)
-
-    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = (lambda mesh: ((local,), None)), after
-    model.set_reshard_after_forward(True)
-    model(torch.ones(1, 4, requires_grad=True)).sum().backward()
-    return seen
-
-
-two.add(
-    "an extension runs without autograd in forward and backward", is_autograd_off_after_gathers, [True, True]
-)
-
-
 @two.finds([True, True])
 def zero_grad_of_one_module_of_a_list_leaves_the_gradients_of_the_others() -> list[bool]:
     found = []

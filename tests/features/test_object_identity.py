@@ -13,7 +13,7 @@ from hwfsdp import FSDPModule
 from oracles import Training, ours, wrap
 from together import Together
 
-one, two = Together(1), Together(2)
+two = Together(2)
 
 
 # --- Objects -----------------------------------------------------------------------------------------------
@@ -56,7 +56,6 @@ def watch_a_training(reshard_after_forward: bool | None) -> list[str]:
     return wrong if whole else ["nothing seen"]
 
 
-@one.finds([])
 @two.finds([])
 def a_parameter_is_two_objects_for_life() -> list[str]:
     return [wrong for reshard in (None, True, False) for wrong in watch_a_training(reshard)]
@@ -89,5 +88,4 @@ def the_class_of_a_sharded_module_is_derived_from_both() -> Any:
     )
 
 
-test_on_one_rank = one.test()
 test_on_two_ranks = two.test()

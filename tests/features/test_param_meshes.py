@@ -517,7 +517,6 @@ MISTAKES: dict[str, Check] = {
         result=lambda: DeviceMesh("cpu", [1, 2, 3]),
         ranks=(1, 2),
     ),
-    "no mesh": functools.partial(refused, "1D mesh", "'efsdp'", result="efsdp"),
     "no axis to shard over": functools.partial(
         refused,
         "to shard over",

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import broken
-import models
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hwfsdp import (
     CPUOffloadPolicy,
     FSDPCommContext,
-    MixedPrecisionPolicy,
     StateError,
     UsageError,
     core,
@@ -33,7 +28,7 @@ from hwfsdp import (
     record,
 )
 from hwfsdp.features.feature_state import checked_state
-from oracles import cpu_mesh, ours, wrap
+from oracles import cpu_mesh, ours
 from together import Together
 
 
@@ -144,20 +139,6 @@ def ignored_parameters_come_in_any_collection_and_policies_of_torch_are_taken() 
 # --- Narrow places -----------------------------------------------------------------------------------------
 
 
-@two.finds([True])
-def gradients_of_a_head_on_a_frozen_trunk_that_no_backward_reduced_are_warned_of() -> list[bool]:
-    model = models.Chunked()
-    model.requires_grad_(False)
-    model.head.requires_grad_(True)
-    wrap(model, ours)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    model.head(model(torch.ones(2, 8))).sum().backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.step()
-    return ["synchronized" in str(w.message) for w in caught if "norm, head" in str(w.message)]
-
-
 def cut_twice(*layers: nn.Module, **plan: Any) -> nn.Module:
     """Shard over two ranks by tensor parallelism, and over one by fully_shard."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -219,37 +200,6 @@ def a_forward_that_could_not_begin_is_not_in_the_order_of_forwards() -> list[int
         module(torch.ones(1, 4))
     state = checked_state(module, "")
     return [len(state.comm_ctx.post_forward_order), len(state.lent)]
-
-
-@two.finds([True, True])
-def backwards_that_belong_together_keep_the_results_of_one_backward() -> list[bool]:
-    """Count the results of reduce-scatters that are alive, with `set_is_last_backward(False)`."""
-    held: list[StorageWeakRef] = []
-    hold = FSDPCommContext.hold
-
-    def watched(context: FSDPCommContext, tensor: Tensor, stream: Any) -> None:
-        held.append(StorageWeakRef(tensor.untyped_storage()))
-        hold(context, tensor, stream)
-
-    found = []
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for options in ({"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s"))}, {}):
-        model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        for layer in model:
-            fully_shard(layer, mp_policy=policy, **options)  # type: ignore[call-overload]
-            layer.set_all_reduce_hook(lambda grad: None)
-        fully_shard(model, mp_policy=policy, **options)  # type: ignore[call-overload]
-        model.set_is_last_backward(False)
-        held.clear()
-        alive = []
-        with mock.patch.object(FSDPCommContext, "hold", watched):
-            for _ in range(4):
-                model(torch.ones(1, 4)).float().sum().backward()
-                alive.append(sum(not storage.expired() for storage in held))
-            model.set_is_last_backward(True)
-            model(torch.ones(1, 4)).float().sum().backward()
-        found.append(len(held) == 15 and alive[1] == alive[2] == alive[3])
-    return found
 
 
 test_on_two_ranks = two.test()

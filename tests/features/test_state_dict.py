@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import hwfsdp
 import models
 from hwfsdp import record
-from oracles import BITS, ROWS, Promises, Trace, Training, differences, fresh, grid, local_part, unequal, wrap
+from oracles import BITS, ROWS, Promises, Trace, Training, differences, grid, local_part, unequal, wrap
 
 LIBRARIES: tuple[ModuleType, ...] = (hwfsdp, fsdp)
 
@@ -139,24 +139,6 @@ def named(check: PlaceCheck, place: str, *args: Any) -> dict[str, list[str]]:
 
 
 # --- A state dict holds the shards -------------------------------------------------------------------------
-
-
-@over(TWO)
-def it_has_the_names_and_values_of_the_unsharded_model_as_dtensors(place: Place) -> list[str]:
-    """Compare names, order, kinds, shapes and values."""
-    plain, training = fresh(place.build), PlacedTraining(place, hwfsdp)
-    state, expected = training.model.state_dict(), plain.state_dict()
-    params = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
-    wrong = [] if list(state) == list(expected) else [f"names {list(state)}"]
-    for name, tensor in state.items():
-        if isinstance(tensor, DTensor) != (name in params):
-            wrong.append(f"{name} is a {type(tensor).__name__}")
-        if tensor.requires_grad:
-            wrong.append(f"{name} requires grad")
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if tensor.shape != expected[name].shape or not torch.equal(whole, expected[name]):
-            wrong.append(f"{name}: {whole}")
-    return wrong
 
 
 @over(["rows"])

@@ -490,24 +490,6 @@ def a_conversion_of_a_whole_module_is_said_to_change_only_values() -> Messages:
 # --- After an error ------------------------------------------------------------------------------------------
 
 
-@two.finds(7.0)
-def a_gather_that_was_refused_is_not_used_later() -> float:
-    module: Any = ours(linear())
-    with torch.no_grad():
-        module(torch.ones(1, 6))
-    shard = module.weight
-    module.weight = nn.Parameter(torch.zeros(5, 6))
-    with pytest.raises(StateError, match="sharded parameter"):
-        module.unshard()
-    module.weight = shard
-    with torch.no_grad():
-        shard.fill_(7.0)
-    module.unshard()
-    found = module.weight.detach().unique().item()
-    module.reshard()
-    return float(found)
-
-
 @two.finds([True, True])
 def a_parameter_without_memory_refuses_reads_also_after_an_error() -> list[bool]:
     module: Any = ours(linear())

@@ -129,10 +129,8 @@ MODELS: dict[str, Callable[[], models.Model]] = {
     "unused": models.Unused,
     "frozen": models.frozen,
     "structured": models.Structured,
-    "reentrant checkpoints around": functools.partial(models.checkpointed, True),
     "reentrant checkpoints inside": functools.partial(models.checkpointed_inside, True),
     "checkpoints around": functools.partial(models.checkpointed, False),
-    "checkpoints inside": functools.partial(models.checkpointed_inside, False),
 }
 
 

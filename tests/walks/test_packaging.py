@@ -146,16 +146,6 @@ def test_each_dependency_has_a_row_that_says_why() -> None:
 
 
 @pytest.mark.long
-def test_the_installed_package_greets_and_lists_the_course_that_it_carries(
-    command: str, tmp_path: Path
-) -> None:
-    text = run(command, tmp_path)
-    assert "\n  hwfsdp demo\n" in text and "hwfsdp course" in text
-    text = run(command, tmp_path, "list")
-    assert re.search(r"01 +Rows", text) and "hwfsdp course" in text
-
-
-@pytest.mark.long
 def test_a_right_answer_passes_where_the_course_was_written(command: str, tmp_path: Path) -> None:
     run(command, tmp_path, "course", "here")
     shutil.copy(ROOT / "solutions" / "my_fsdp.py", tmp_path / "here" / "exercises")

@@ -61,18 +61,6 @@ def test_the_page_has_the_numbers_of_simulate(number: int, data: dict[str, Any])
 
 
 @pytest.mark.long
-def test_without_prefetching_the_backward_gathers_as_much_and_holds_one_buffer_less(
-    data: dict[str, Any],
-) -> None:
-    place = next(i for i, at in enumerate(PLACES) if at.reshard_after_forward and not at.prefetch)
-    ahead = data["answers"][PLACES.index(PLACES[place]._replace(prefetch=True))]
-    shown = data["answers"][place]
-    assert shown == json.loads(json.dumps(what_if.answer(PLACES[place])))
-    assert shown["events"][1::4].count(4) == ahead["events"][1::4].count(4)  # gathers
-    assert 2 * shown["peak"]["all_gather_buffer"] == ahead["peak"]["all_gather_buffer"]
-
-
-@pytest.mark.long
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium")
 def test_a_choice_shows_its_numbers_beside_the_choice_before(data: dict[str, Any], tmp_path: Path) -> None:
     with browser(tmp_path) as tab:
