@@ -42,6 +42,13 @@ def test_the_example_of_a_docstring_runs(name: str) -> None:
     exec(code, {"__name__": "__main__"})
 
 
+def test_a_comm_context_shows_its_streams_and_the_order_of_forwards() -> None:
+    context = hwfsdp.FSDPCommContext("cpu")
+    assert context.all_gather_stream is context.streams.all_gather
+    assert context.reduce_scatter_stream is context.streams.reduce_scatter
+    assert context.post_forward_order == []
+
+
 def test_fully_shard_takes_torchs_arguments_in_the_same_order() -> None:
     ours = inspect.signature(hwfsdp.fully_shard).parameters
     theirs = inspect.signature(inspect.unwrap(torch_fsdp.fully_shard)).parameters

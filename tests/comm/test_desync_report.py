@@ -141,6 +141,15 @@ def test_a_rank_whose_ring_has_lost_a_group_is_not_blamed_in_it() -> None:
     assert [line.split()[-2:] for line in marked(text)] == [["wait", "?"]]
 
 
+def test_a_silent_rank_is_said_to_be_silent_and_its_cells_are_unknown() -> None:
+    reports = on_all(3, "a", "b")
+    reports[1] = Report(1, None)
+    text = describe_divergence(reports)
+    known = "ranks 0 and 2 wait in all_gather of 'b', collective 2 of ranks 0–2"
+    assert text.startswith(f"{known}; nothing is known of rank 1 there.\n")
+    assert marked(text)[0].split()[-3:] == ["wait", "?", "wait"]
+
+
 def test_different_sizes_are_told_apart_by_their_bytes() -> None:
     reports = on_all(2, "a")
     reports[1] = Report(1, [reports[1].calls[0]._replace(nbytes=2048)])  # type: ignore[index]

@@ -109,6 +109,14 @@ def test_an_old_note_does_not_touch_the_one_that_took_its_slot(ring: Any) -> Non
     assert {call.state for call in ring()} == {State.WAIT}
 
 
+def test_a_long_name_is_cut_and_leaves_the_neighbors_alone(ring: Any) -> None:
+    for owner in ("first", "é" * 2 * SLOT, "last"):
+        flight_recorder.begin("all_gather", owner, GROUP, torch.float32, 1)
+    first, long, last = ring()
+    assert (first.owner, last.owner) == ("first", "last")
+    assert set(long.owner) <= {"é", "\N{REPLACEMENT CHARACTER}"}
+
+
 @given(st.binary(max_size=2 * SIZE))
 def test_reading_any_bytes_as_a_history_never_raises(memory: bytes) -> None:
     flight_recorder.read(memory)

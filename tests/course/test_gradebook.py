@@ -19,6 +19,7 @@ from hwfsdp import UsageError
 from hwfsdp.course.gradebook import grade
 from hwfsdp.course.pool import Options
 
+OfClass = tuple[Path, subprocess.CompletedProcess[str]]  # the gradebook, and what the command said
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
 
 
@@ -51,7 +52,7 @@ def gone(words: bytes) -> bool:
 
 
 @pytest.fixture(scope="module")
-def of_class(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def of_class(tmp_path_factory: pytest.TempPathFactory) -> OfClass:
     """The gradebook of a class in which nearly everyone does something else, and what the command said."""
     folder = tmp_path_factory.mktemp("grading")
     write_class(folder / "class", *(name for name in FILES if name != "hangs"))
@@ -84,7 +85,7 @@ POINTS = {  # student → points of 9, and words that the instructor reads
 }
 
 
-def test_each_submission_gets_its_own_points(of_class: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_each_submission_gets_its_own_points(of_class: OfClass) -> None:
     for student in POINTS:
         out, said = of_class
         points, words = POINTS[student]
@@ -95,13 +96,11 @@ def test_each_submission_gets_its_own_points(of_class: tuple[Path, subprocess.Co
 
 
 @linux
-def test_a_process_that_a_submission_starts_is_ended(
-    of_class: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
+def test_a_process_that_a_submission_starts_is_ended(of_class: OfClass) -> None:
     assert not running(b"61616")
 
 
-def test_a_grading_leaves_no_temporary_files(of_class: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+def test_a_grading_leaves_no_temporary_files(of_class: OfClass) -> None:
     left = [path.name for path in (of_class[0].parent / "temporary").iterdir()]
     assert not [name for name in left if not name.startswith("torchinductor")]  # torch's own cache
 
@@ -115,9 +114,7 @@ def test_when_the_clock_runs_out_earlier_tests_keep_their_points(tmp_path: Path)
     assert statuses(tmp_path / "out", "hangs") == expected
 
 
-def test_an_exception_of_a_test_is_the_instructors_error(
-    of_class: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
+def test_an_exception_of_a_test_is_the_instructors_error(of_class: OfClass) -> None:
     out, said = of_class
     found = outcome(out, "breaks_the_judge")
     assert statuses(out, "breaks_the_judge")["02.counts"] == "error" and said.returncode == 1
@@ -129,9 +126,7 @@ def test_an_exception_of_a_test_is_the_instructors_error(
     )
 
 
-def test_one_run_writes_several_formats_from_one_seed(
-    of_class: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
+def test_one_run_writes_several_formats_from_one_seed(of_class: OfClass) -> None:
     out = of_class[0]
     assert {path.name for path in out.iterdir()} >= {"grades.csv", "grades.json", "gradescope"}
     assert len({outcome(out, path.stem)["settings"]["seed"] for path in (out / "outcomes").iterdir()}) == 1

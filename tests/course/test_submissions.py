@@ -121,6 +121,11 @@ def test_bombs_and_large_files_are_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert "more than 10 files" in collected(tmp_path / "c", tmp_path / "out").problems[0]
 
 
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    (tmp_path / "my_fsdp.py").write_bytes(b"\xff\xfe")
+    assert "not UTF-8" in collected(tmp_path, tmp_path / "out").problems[0]
+
+
 def test_each_entry_of_a_class_is_a_submission_with_a_name_of_its_own(tmp_path: Path) -> None:
     for name in ("ada.zip", "ada.tar.gz", "Bób <x>.zip", "..zip", "=x.zip"):
         (tmp_path / name).write_bytes(zipped(BOTH))

@@ -21,6 +21,7 @@ import hwfsdp
 import models
 from hwfsdp import launch
 from hwfsdp.compat import all_gather_single, reduce_scatter_single
+from hwfsdp.core import private_torch
 from hwfsdp.core.private_torch import local_of
 from oracles import (
     BF16_FP32,
@@ -127,6 +128,26 @@ def gather_halves_by_methods_of_the_local_tensor(model: Any) -> None:
 
 def divide_by_a_method(model: Any) -> None:
     model[1].set_gradient_divide_factor(4.0)
+
+
+def is_autograd_off_after_gathers() -> list[bool]:
+    """Look at the grad mode in which an extension's tensors are filled, in a forward and in its backward."""
+    model: Any = ours(nn.Sequential(nn.Linear(4, 4, bias=False)))
+    local, seen = local_of(model[0].weight), []
+
+    def after(outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        seen.append(not torch.is_grad_enabled())
+        return None if out is not None else (outputs[0], outputs)
+
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = (lambda mesh: ((local,), None)), after
+    model.set_reshard_after_forward(True)
+    model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    return seen
+
+
+two.add(
+    "an extension runs without autograd in forward and backward", is_autograd_off_after_gathers, [True, True]
+)
 
 
 for _change in (
@@ -368,6 +389,17 @@ PACKED: dict[str, type[Packed]] = {
 }
 
 
+def evaluate_packed(training: Training) -> None:
+    """Run the first forwards and the last one without gradients."""
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            training.loss(0)
+    training.call("reshard")
+    training.steps(1)
+    with torch.inference_mode():
+        training.loss(1)
+
+
 def check_packed(kind: str, name: str) -> dict[str, list[str]]:
     plain = PACKED_CASES[name]
     packed = dataclasses.replace(plain, build=made(plain.build, functools.partial(pack, kind=PACKED[kind])))
@@ -387,13 +419,14 @@ def unpacked_trace(trace: Trace) -> Trace:
 
 PACKED_CASES: dict[str, Case] = {
     "accumulated": case(models.even, accumulated),
+    "evaluated first": case(models.even, evaluate_packed),
     "loaded": case(models.even, functools.partial(reload, assign=False)),
     "bf16": case(models.even, policy=BF16_FP32),
     "uneven, a list": case(models.uneven, how="lists"),
 }
 TRAVELS: dict[str, tuple[str, ...]] = {
     "quantized to int8": ("loaded", "accumulated"),
-    "a subclass when whole": ("uneven, a list", "bf16"),
+    "a subclass when whole": ("uneven, a list", "evaluated first", "bf16"),
 }
 PROMISES.add(
     "a tensor subclass travels in its own form",
@@ -420,6 +453,12 @@ class Unpadded(OnlyPost):
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         return (self.inner,), None
+
+
+def test_a_tensor_subclass_that_moves_to_another_device_stays_the_same_parameter():
+    weight = nn.Parameter(Kept(torch.ones(2, 3)), requires_grad=False)
+    private_torch.move_in_place(weight, torch.device("meta"))
+    assert (type(weight), weight.inner.device.type, weight.requires_grad) == (Kept, "meta", False)
 
 
 def test_a_tensor_subclass_with_only_one_of_the_two_methods_or_without_padding_is_refused():

@@ -517,6 +517,13 @@ MISTAKES: dict[str, Check] = {
         result=lambda: DeviceMesh("cpu", [1, 2, 3]),
         ranks=(1, 2),
     ),
+    "another device type": functools.partial(
+        refused,
+        "device type",
+        "'cpu'",
+        "'meta'",
+        result=lambda: DeviceMesh.from_group(dist.group.WORLD, "meta"),
+    ),
     "no axis to shard over": functools.partial(
         refused,
         "to shard over",

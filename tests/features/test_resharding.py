@@ -337,7 +337,7 @@ def act(module: Any, operation: str, handles: list[Any]) -> None:
         for handle in handles:
             handle.wait()
     else:
-        getattr(module, operation)()
+        assert getattr(module, operation)() is None
 
 
 def by_hand(training: Training, sequence: Iterable[str], in_between: bool = False) -> list[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import models
-from hwfsdp import MixedPrecisionPolicy, StateError, fully_shard
+from hwfsdp import MixedPrecisionPolicy, StateError, UsageError, fully_shard
 from hwfsdp.errors import WrongTypeError
 from oracles import cpu_mesh, fresh, ours, rank_rows, wrap
 from test_advice import Messages, caught, other_than
@@ -341,6 +341,15 @@ def a_module_in_a_group_may_be_converted_after_the_first_forward() -> list[str]:
     return wrong
 
 
+@two.finds((nn.Parameter, "data of parameter 'weight': expected a tensor of shape (5, 6); got (6,)."))
+def a_whole_parameter_is_copied_as_a_plain_one_and_keeps_its_shape() -> tuple[type, str]:
+    module = ours(linear())
+    module.unshard()
+    with pytest.raises(UsageError) as caught:
+        module.weight.data = torch.ones(6)
+    return type(copy.deepcopy(module.weight)), str(caught.value).split(" Change")[0]
+
+
 @two.finds([False] * 4)
 def requires_grad_that_is_set_while_whole_stays() -> list[bool]:
     found = []
@@ -485,6 +494,24 @@ def a_conversion_of_a_whole_module_is_said_to_change_only_values() -> Messages:
     return (
         wrong if module(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16 else ["not converted"]
     )
+
+
+@two.finds(7.0)
+def a_gather_that_was_refused_is_not_used_later() -> float:
+    module: Any = ours(linear())
+    with torch.no_grad():
+        module(torch.ones(1, 6))
+    shard = module.weight
+    module.weight = nn.Parameter(torch.zeros(5, 6))
+    with pytest.raises(StateError, match="sharded parameter"):
+        module.unshard()
+    module.weight = shard
+    with torch.no_grad():
+        shard.fill_(7.0)
+    module.unshard()
+    found = module.weight.detach().unique().item()
+    module.reshard()
+    return float(found)
 
 
 # --- After an error ------------------------------------------------------------------------------------------
