@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,6 +19,7 @@ from hwfsdp import core
 from hwfsdp.core import device_streams, observer
 from hwfsdp.core.private_torch import all_gather_single
 from hwfsdp.core.base_errors import UsageError
+from hwfsdp.core.param import FSDPParam
 from hwfsdp.core.mesh import Transport
 from hwfsdp.core.state import state_of
 from hwfsdp.core.device_streams import Stream, StreamEvent, StreamSet, Work
@@ -215,6 +216,47 @@ def observed() -> tuple[list[str], dict[str, int]]:
     }
 
 
+# --- How deep a collective is --------------------------------------------------------------------------------
+
+
+def frames_to_collectives() -> dict[str, list[str]]:
+    """For each collective of the second step, return the longest chain of calls from torch's hook to it. The collective comes last."""
+    import sys
+
+    torch.manual_seed(0)
+    model = Model()
+    for block in model.blocks:
+        core.fully_shard(block)
+    core.fully_shard(model)
+    found: dict[str, list[str]] = {}
+
+    def counted(name: str) -> Any:
+        real = getattr(dist, name)
+
+        def collective(*args: Any, **options: Any) -> Any:
+            way, frame = [name], sys._getframe(1)
+            while (
+                "/torch/nn/" not in frame.f_code.co_filename
+                and "/torch/autograd/" not in frame.f_code.co_filename
+            ):
+                way.insert(0, frame.f_code.co_qualname)
+                frame = frame.f_back  # type: ignore[assignment]
+            found[name] = max(found.get(name, []), way, key=len)
+            return real(*args, **options)
+
+        return mock.patch.object(dist, name, collective)
+
+    tokens = torch.arange(5)
+    model(tokens).sum().backward()
+    names = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
+    with ExitStack() as watched:
+        for name in names:  # torch 2.13 renamed them
+            if hasattr(dist, name):
+                watched.enter_context(counted(name))
+        model(tokens).sum().backward()
+    return found
+
+
 # --- What is in memory ------------------------------------------------------------------------------------------
 
 
@@ -269,6 +311,24 @@ def groups_in_memory() -> dict[str, list[int]]:
     return found
 
 
+def stream_sets() -> int:
+    """Count the sets of streams that a model of several groups makes in two steps."""
+    made: list[StreamSet] = []
+
+    def make() -> StreamSet:
+        made.append(StreamSet(device_streams.HostStream))
+        return made[-1]
+
+    with device_streams.backend("cpu", make):
+        model = Model()
+        for block in model.blocks:
+            core.fully_shard(block)
+        core.fully_shard(model)
+        for _ in range(2):
+            model(torch.arange(5)).sum().backward()
+    return len(made)
+
+
 def gather_a_copy(transport: Transport, whole: Tensor, part: Tensor, async_op: bool) -> None:
     """Gather in other memory, because the threads of gloo keep their tensors for some moments."""
     copied = torch.empty_like(whole)
@@ -277,6 +337,21 @@ def gather_a_copy(transport: Transport, whole: Tensor, part: Tensor, async_op: b
 
 
 # --- State dicts, and calls that are refused ---------------------------------------------------------------------
+
+
+def adoptions() -> list[int]:
+    """Count the parameters that a `load_state_dict` adopts in a group of many modules, with and without `assign`."""
+    model = core.fully_shard(nn.Sequential(*(nn.Linear(3, 3) for _ in range(20))))
+    model(
+        torch.ones(1, 3)
+    )  # leaves the root whole: the first hook of the load puts the whole group's shards back
+    counts = []
+    for assign in (False, True):
+        adopted: list[str] = []
+        with mock.patch.object(FSDPParam, "adopt_registered", lambda param: adopted.append(param.name)):
+            model.load_state_dict(model.state_dict(), assign=assign)
+        counts.append(len(adopted))
+    return counts
 
 
 def refused() -> dict[str, tuple[str, bool]]:
@@ -309,10 +384,16 @@ class Found(NamedTuple):
     """The results of all programs of this part, from one rank."""
 
     observed: Any
+    frames: dict[str, list[str]]
     in_memory: dict[str, list[int]]
+    stream_sets: int
+    adoptions: list[int]
     refused: dict[str, tuple[str, bool]]
 
 
 def everything() -> tuple[Both, tuple[Any, ...]]:
     """Return the results of `both`, and the fields of `Found`."""
-    return both(), tuple(Found(observed(), groups_in_memory(), refused()))
+    found = Found(
+        observed(), frames_to_collectives(), groups_in_memory(), stream_sets(), adoptions(), refused()
+    )
+    return both(), tuple(found)

@@ -70,12 +70,27 @@ def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backw
     assert block > 0
 
 
+def test_nine_frames_at_most_lead_from_a_hook_of_torch_to_a_collective(seen_once: Any) -> None:
+    found = seen_once.frames
+    assert sorted(name.split("_")[0] for name in found) == ["all", "reduce"]
+    for way in found.values():
+        assert "Transport" in way[-3] and len(way) <= 9, way
+
+
+def test_a_model_makes_its_streams_once_however_many_groups_it_has(seen_once: Any) -> None:
+    assert seen_once.stream_sets == 1
+
+
 def test_one_group_is_whole_and_one_on_its_way_while_a_module_computes_on_a_device(seen_once: Any) -> None:
     """The first forward knows no order and gathers nothing ahead. The last block of a pass has no block after it."""
     assert seen_once.in_memory == {
         "forward": [1, 1, 1, 2, 2, 1, 2, 2, 1],
         "backward": [2, 2, 1, 2, 2, 1, 2, 2, 1],
     }
+
+
+def test_a_load_adopts_each_parameter_once(seen_once: Any) -> None:
+    assert seen_once.adoptions == [40, 40]
 
 
 def test_a_second_call_for_a_module_or_a_parameter_is_refused_and_changes_nothing(seen_once: Any) -> None:
