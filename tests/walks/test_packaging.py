@@ -6,6 +6,7 @@ Dependencies come from the environment that runs the tests, and nothing from a n
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -136,6 +137,12 @@ def test_the_source_distribution_has_the_sources_of_tests_and_course(built: Path
     assert not [name for name in names if LEFT.search(name)]
 
 
+def test_what_is_built_in_docs_is_pruned_from_the_source_distribution() -> None:
+    built = re.findall(r"^(docs/\S+)/$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
+    pruned = (ROOT / "MANIFEST.in").read_text().splitlines()
+    assert built and [folder for folder in built if f"prune {folder}" not in pruned] == []
+
+
 def test_each_dependency_has_a_row_that_says_why() -> None:
     listed = re.findall(r"^    ([\w-]+)[<=>]", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
     rows = (ROOT / "CONTRIBUTING.md").read_text().partition("## Dependencies, and why")[2]
@@ -143,6 +150,35 @@ def test_each_dependency_has_a_row_that_says_why() -> None:
 
 
 # --- Behavior ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_the_installed_package_greets_and_lists_the_course_that_it_carries(
+    command: str, tmp_path: Path
+) -> None:
+    text = run(command, tmp_path)
+    assert "\n  hwfsdp demo\n" in text and "hwfsdp course" in text
+    text = run(command, tmp_path, "list")
+    assert re.search(r"01 +Rows", text) and "hwfsdp course" in text
+
+
+@pytest.mark.long
+def test_the_course_is_written_to_a_folder_to_work_in(command: str, tmp_path: Path) -> None:
+    said = run(command, tmp_path, "course", "my course")
+    assert "cd 'my course' && hwfsdp check 1" in said
+    folder = tmp_path / "my course"
+    written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert written == files("exercises")
+    standings = json.loads(run(command, folder, "status", "--json"))["exercises"]
+    assert {standing["status"] for standing in standings} == {"not started"}
+    again = subprocess.run([command, "course", str(folder)], capture_output=True, text=True)
+    assert again.returncode == 2 and "expected a new folder" in again.stderr
+
+
+@pytest.mark.long
+def test_without_a_folder_of_the_course_the_remedy_is_to_write_one(command: str, tmp_path: Path) -> None:
+    done = subprocess.run([command, "hint", "1"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.rstrip().endswith("hwfsdp course DIR")
 
 
 @pytest.mark.long
