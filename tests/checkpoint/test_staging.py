@@ -6,9 +6,7 @@ live at the same time show where memory comes from.
 
 from __future__ import annotations
 
-import collections
 import copy
-import functools
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,8 +17,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from faults import bits
-from hypothesis import given, settings
-from samples import Pair
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager as TorchStager
@@ -53,13 +50,10 @@ def stage(state_dict: Any, **options: Any) -> Any:
 # --- Shared memory stays shared ----------------------------------------------------------------------------
 
 BASE = torch.arange(24, dtype=torch.float64)
-COMPLEX = torch.view_as_complex(torch.arange(24.0).view(12, 2))
 SHARED: dict[str, list[Tensor]] = {
     "a tensor and a slice of it": [BASE, BASE[5:11]],
-    "neighbors with a small gap": [BASE[:10], BASE[12:]],
     "columns that make up most of a matrix": [BASE.view(4, 6)[:, :2], BASE.view(4, 6)[:, 3:]],
     "two dtypes": [BASE[1:], BASE.view(torch.int32)[3:20]],
-    "complex and real": [COMPLEX, torch.view_as_real(COMPLEX), COMPLEX.imag],
     "expanded and not": [BASE[:4, None].expand(4, 3), BASE[2:6]],
     "windows that overlap themselves": [BASE.unfold(0, 6, 2), BASE[3:5]],
 }
@@ -96,7 +90,6 @@ def slices(draw: st.DrawFn) -> Slice:
     return Slice(shape, stride, draw(st.integers(0, 40) | st.integers(400, 440)))
 
 
-@settings(max_examples=300)
 @given(st.lists(slices(), min_size=1, max_size=6))
 def test_elements_share_memory_in_the_copy_exactly_if_they_do_in_the_source(views: list[Slice]) -> None:
     base = torch.arange(520)  # each element says which it is
@@ -117,13 +110,8 @@ WIDE = torch.arange(40_000, dtype=torch.float32).view(100, 400)
 BYTES: dict[str, tuple[list[Tensor], int]] = {
     "a small slice of a large storage": ([WIDE[50, 10:20]], 40),
     "the same column twice": ([WIDE[:, 7], WIDE[:, 7].detach()], 400),
-    "two that overlap": ([WIDE[50, 10:20], WIDE[50, 15:25]], 60),
-    "two ends": ([WIDE[0, :10], WIDE[-1, -10:]], 80),
     "two ends, and an overlap": ([WIDE[0, :10], WIDE[9, :8], WIDE[9, 4:10], WIDE[-1, -10:]], 120),
-    "two columns, and what is between them": ([WIDE[:, 7], WIDE[:, 9]], 4 * (99 * 400 + 3)),
-    "a column with holes": ([WIDE[::10, 7]], 40),
     "a block with holes": ([WIDE[::2, ::2]], 40_000),
-    "an expanded scalar": ([WIDE[0, 0].expand(1000, 1000)], 4),
     "an expanded column": ([WIDE[:, 7:8].expand(100, 500)], 400),
     "two that are near each other": ([WIDE[:50], WIDE[52:]], WIDE.nbytes),
     "nothing": ([WIDE[:0]], 0),
@@ -256,14 +244,10 @@ def test_the_size_of_the_buffer_follows_that_of_the_source() -> None:
 
 HOLDERS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "the dict": lambda staged: staged,
-    "one tensor": lambda staged: staged["a"],
     "a view": lambda staged: staged["a"][1:3],
     "its storage": lambda staged: staged["a"].untyped_storage(),
-    "a part of its storage": lambda staged: staged["a"].untyped_storage()[4:8],
     "an array": lambda staged: staged["a"].numpy(),
-    "a memoryview": lambda staged: memoryview(staged["a"].numpy()),
     "what autograd saved": lambda staged: torch.ones(4, requires_grad=True) * staged["a"],
-    "a capsule": lambda staged: torch.utils.dlpack.to_dlpack(staged["a"]),
     "another dict": lambda staged: copy.copy(staged),
 }
 
@@ -315,36 +299,19 @@ def test_a_thread_that_stages_meanwhile_gets_memory_of_its_own(monkeypatch: pyte
     assert len({home for result in results for home in homes(result)}) == 2
 
 
-# --- Later changes are not seen ----------------------------------------------------------------------------
-
-
-def test_a_change_of_the_source_is_not_seen_in_the_copy() -> None:
-    source, stager = torch.arange(5.0), StateDictStager()
-    first = stager.stage({"a": source})["a"]
-    source.fill_(-1)
-    second = stager.stage({"a": source})["a"]
-    assert first.tolist() == [0, 1, 2, 3, 4] and second.tolist() == [-1] * 5
-
-
 # --- Kinds of tensors --------------------------------------------------------------------------------------
 
-DTYPES = [torch.bool, torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint16]
+DTYPES = [torch.bool, torch.float8_e4m3fn, torch.complex64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_copied_bit_by_bit(dtype: torch.dtype) -> None:
     whole = (torch.arange(96, dtype=torch.uint8) % (2 if dtype == torch.bool else 96)).view(dtype)
     source = {"whole": whole, "scalar": whole[3], "empty": whole[:0], "holes": whole.clone()[::3]}
-    staged = stage(source)
+    staged = stage(source, share_memory=True)
     for key, tensor in source.items():
         assert (staged[key].dtype, staged[key].shape) == (dtype, tensor.shape)
-        assert bits(staged[key]) == bits(tensor)
-
-
-@pytest.mark.parametrize("shape", [(2, 0, 1), (), (1, 1)], ids=str)
-def test_tensors_of_no_or_one_element_are_staged(shape: tuple[int, ...]) -> None:
-    staged = stage({"a": torch.full(shape, 2.0)}, share_memory=True)["a"]
-    assert torch.equal(staged, torch.full(shape, 2.0)) and staged.is_shared()
+        assert bits(staged[key]) == bits(tensor) and staged[key].is_shared()
 
 
 def test_conjugated_and_negated_views_are_resolved_into_memory_of_their_own() -> None:
@@ -364,7 +331,7 @@ def test_conjugated_and_negated_views_are_resolved_into_memory_of_their_own() ->
     assert staged["wide"].untyped_storage().nbytes() == 8
 
 
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_gradients_and_their_history_are_left_behind(mode: Callable[[], Any]) -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     product = weight * 2
@@ -453,17 +420,6 @@ class Reduced(WithMemo):
         return Reduced, (self.first, self.second)
 
 
-class Stated:
-    def __init__(self, first: Any, second: Any) -> None:
-        self.pair = [first, second]
-
-    def __getstate__(self) -> Any:
-        return tuple(self.pair)
-
-    def __setstate__(self, state: Any) -> None:
-        self.pair = list(state)
-
-
 class Views:
     """An object whose state has a tensor that the object itself does not have."""
 
@@ -489,18 +445,13 @@ def array(first: Tensor, second: Tensor) -> Any:
 
 HELD: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = {
     "slots": (Slots, lambda held: held.both()),
-    "a namespace": (lambda a, b: SimpleNamespace(a=a, b=b), lambda held: (held.a, held.b)),
-    "a deque": (lambda a, b: collections.deque([a, b], maxlen=3), tuple),
-    "a named tuple": (Pair, tuple),
     "an array": (array, lambda held: (held[0], held[1][0])),
     "a set": (lambda a, b: ({a}, frozenset([b])), lambda held: (*held[0], *held[1])),
     "a key": (lambda a, b: {(a, b): 1}, lambda held: next(iter(held))),
     "__deepcopy__": (WithMemo, lambda held: (held.first, held.second)),
     "__reduce__": (Reduced, lambda held: (held.first, held.second)),
-    "__getstate__": (Stated, lambda held: held.pair),
     "a state of views": (Views, lambda held: (held.first, held.second)),
     "no memo": (Sloppy, lambda held: (held.first, held.second)),
-    "partial": (lambda a, b: functools.partial(max, a, key=b), lambda h: (h.args[0], h.keywords["key"])),
 }
 
 
@@ -519,25 +470,6 @@ def test_tensors_in_objects_of_any_class_are_staged_and_stay_tied(name: str) -> 
     assert first.is_shared() and second.data_ptr() == first.data_ptr() + 8
     assert all(mine is theirs for mine, theirs in zip(tensors_of(source["held"])[:1], [base]))
     assert isinstance(base, nn.Parameter) and base.requires_grad and base.tolist() == [9] * 6
-
-
-class Unsparse(WithMemo):
-    """An object that copies everything except a lock and a sparse tensor."""
-
-    def __init__(self, first: Any, second: Any) -> None:
-        super().__init__(first, second)
-        self.hidden = [threading.Lock(), torch.eye(2).to_sparse()]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unsparse:
-        made = Unsparse(copy.deepcopy(self.first, memo), copy.deepcopy(self.second, memo))
-        made.hidden = []
-        return made
-
-
-def test_an_attribute_that_an_object_leaves_out_of_its_copy_is_not_copied() -> None:
-    weight = torch.ones(2)
-    staged = stage({"w": weight, "k": Unsparse(weight, None)})
-    assert staged["k"].first is staged["w"] and staged["k"].hidden == []
 
 
 def test_an_object_that_contains_itself_is_copied_with_its_circles() -> None:
@@ -567,39 +499,19 @@ class Wrapper(Tensor):
         return func(*args, **(kwargs or {}))
 
 
-def fake() -> Tensor:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        return torch.ones(2)
-
-
 def lazy() -> Tensor:
     return nn.LazyLinear(2).weight
-
-
-def nested() -> Tensor:
-    return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
-
-
-def half_bytes() -> Tensor:
-    return torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint4x2)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "meta": (lambda: torch.ones(2, device="meta"), UsageError, "one on the meta device"),
     "uninitialized": (lazy, UsageError, "got a parameter that is not initialized yet"),
     "sparse": (lambda: torch.eye(2).to_sparse(), UnsupportedError, "got torch.sparse_coo"),
-    "nested": (nested, UnsupportedError, "got a nested tensor"),
-    "half bytes": (half_bytes, UnsupportedError, "got torch.quint4x2"),
     "a wrapper": (Wrapper, UnsupportedError, "got Wrapper"),
-    "fake": (fake, UnsupportedError, "got FakeTensor"),
     "what cannot be copied": (threading.Lock, UsageError, r"got lock \("),
 }
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:.*quantize:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_object_that_cannot_be_staged_is_refused_by_its_path_before_a_copy(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -728,8 +640,7 @@ def test_a_copy_from_a_device_is_complete_on_return(pin: bool, share: bool) -> N
     assert stager.nbytes == nbytes
 
 
-@pytest.mark.parametrize("names", ["wsv", "svw", "vs", "s"])
-@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize(("names", "share"), [("wsv", False), ("svw", True), ("vs", False), ("s", True)])
 def test_a_storage_stays_the_storage_of_its_tensors_as_with_torch(names: str, share: bool) -> None:
     whole = torch.arange(6.0)
     entries: dict[str, Any] = {"w": whole, "s": whole.untyped_storage(), "v": whole[2:4], "t": whole[1:]}
