@@ -8,13 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from browser import Tab, browser, find_browser
-from figures import events_of
 
 from hwfsdp import EventLog
 from hwfsdp.core.sharding import chunk_extent
@@ -51,18 +49,6 @@ def spread(log: EventLog, ranks: int) -> EventLog:
     return EventLog(events, samples, {**log.about, "clocks": clocks, "device": "cpu"})
 
 
-def twice(log: EventLog) -> EventLog:
-    """Return the step, and after it a slower one."""
-    end = max(e.end_us for e in log.events)
-    again = [replace(e, step=1, start_us=end + 2 * e.start_us, dur_us=2 * e.dur_us) for e in log.events]
-    return EventLog([*log.events, *again], log.samples, log.about)
-
-
-def without_filling(log: EventLog) -> EventLog:
-    """Return events that do not show how gathered memory is filled and freed, as of a file that packs and copies in its own way."""
-    return EventLog([e for e in log.events if e.op not in ("copy_out", "alloc", "free")])
-
-
 @pytest.fixture(scope="module")
 def log() -> EventLog:
     return spread(step(), RANKS)
@@ -72,20 +58,14 @@ def log() -> EventLog:
 def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Write pages, and return their addresses.
 
-    The pages are of the log, of two logs, of many ranks, of two steps, of hostile names, of one rank without events that show how
-    gathered memory is filled and freed, and of one without code.
+    The pages are of the log, of two logs, of hostile names, and of a log with a start.
     """
     folder = tmp_path_factory.mktemp("pages")
     hostile = EventLog([replace(e, owner=HOSTILE) for e in log.events], log.samples, log.about)
     made = {
         "one": [("one.json", log)],
         "two": [("a.json", log), ("b.json", spread(step(reshard=False), RANKS))],
-        "many": [("many.json", spread(log.of_rank(0), 64))],
-        "steps": [("steps.json", twice(log))],
-        "predicted": [("a.json", step()), ("b.json", step(reshard=False))],
         "hostile": [(HOSTILE, hostile)],
-        "stateless": [("untold.json", without_filling(step()))],
-        "bare": [("bare.json", EventLog([replace(e, code="") for e in step().events]))],
     }
     for name, logs in made.items():
         make_page(logs).save(folder / f"{name}.html")
@@ -147,8 +127,7 @@ def place_of(tab: Tab, op: str, rank: int = 0) -> tuple[float, float]:
 # --- Opened ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize(("size", "dark"), [(WIDE, False), (NARROW, True)], ids=["wide", "narrow and dark"])
 def test_every_pane_shows_its_colors(
     size: tuple[int, int], dark: bool, tab: Tab, pages: dict[str, str]
 ) -> None:
@@ -162,27 +141,6 @@ def test_every_pane_shows_its_colors(
     paper = tab.run("getComputedStyle(document.documentElement).getPropertyValue('--paper').trim()")
     assert paper == ("#17181b" if dark else "#ffffff") and pixels(tab, "body", paper) > 10_000
     assert tab.run("document.documentElement.scrollWidth") <= size[0]
-
-
-def test_a_frame_is_as_high_as_its_page(chromium: Tab, log: EventLog, tmp_path: Path) -> None:
-    for number, each in enumerate((log, step(), EventLog(step().events), without_filling(step()))):
-        frame = make_page([("x", each)])._repr_html_()
-        path = tmp_path / f"{number}.html"
-        path.write_text(
-            f"<!DOCTYPE html><meta name=viewport content=width=device-width><body>{frame.replace('sandbox=', 'data-was=')}</body>"
-        )  # so that the test can look in
-        for width in (1200, 390):
-            chromium.look(width, 700)
-            chromium.open(path.as_uri())
-            inside = "document.querySelector('iframe').contentDocument"
-            fits = f"document.querySelector('iframe').clientHeight === {inside}.documentElement.scrollHeight"
-            chromium.until(fits)
-            low = f"{inside}.querySelector('#tables').getBoundingClientRect().bottom"
-            before = chromium.run("document.querySelector('iframe').clientHeight")
-            assert 0 <= before - chromium.run(low) < 40, (number, width)
-            chromium.run(f"{inside}.querySelector('#about').open = true")
-            chromium.until(f"{fits} && document.querySelector('iframe').clientHeight > {before}")
-    assert chromium.complaints == []
 
 
 def test_a_narrow_screen_has_large_touch_targets_and_whole_names(tab: Tab, pages: dict[str, str]) -> None:
@@ -201,21 +159,6 @@ def test_a_narrow_screen_has_large_touch_targets_and_whole_names(tab: Tab, pages
             wide = f"(() => {{ const e = document.querySelector('{box_of}'); return e.scrollWidth - e.clientWidth; }})()"
             assert tab.run(wide) <= 0, box_of
         assert tab.run("document.documentElement.scrollWidth") <= NARROW[0]
-
-
-def test_where_states_are_not_known_there_is_no_pane_of_parameters_but_groups_to_step_through(
-    tab: Tab, pages: dict[str, str]
-) -> None:
-    choices = "[...document.querySelectorAll('#steps-through option')].map((o) => o.textContent)"
-    for size in (WIDE, NARROW):
-        tab.look(*size)
-        for page, shown in (("bare", True), ("stateless", False)):
-            tab.open(pages[page])
-            assert tab.run("document.querySelector('#parameters').offsetHeight > 0") is shown, (size, page)
-            assert len(tab.run(choices)) == 1 + 4, page  # the rank, three blocks and the root
-        right = "document.querySelector('main').getBoundingClientRect().right"
-        if size is WIDE:
-            assert tab.run(f"{right} - document.querySelector('#code').getBoundingClientRect().right") < 1
 
 
 def test_a_log_cannot_run_scripts_in_the_page_through_its_names(tab: Tab, pages: dict[str, str]) -> None:
@@ -347,22 +290,6 @@ def test_the_wheel_zooms_around_the_pointer_and_keys_around_the_cursor(tab: Tab)
     assert tab.run("(state.t - state.from) / state.span") == pytest.approx(middle, abs=0.01)
 
 
-def test_a_drag_moves_the_window_and_on_ruler_or_memory_the_cursor(tab: Tab) -> None:
-    tab.run("state.zoom(4, state.end / 2)")
-    left, top, width, _ = box(tab, TIMELINE)
-    before, t = tab.run("state.from"), tab.run("state.t")
-    tab.drag((left + width / 2, top + 60), (left + width / 2 + 100, top + 60))
-    assert tab.run("state.from") < before and tab.run("state.t") == t
-    tab.drag((left + width / 2, top + 8), (left + width / 2 + 80, top + 8))
-    expected = tab.run(f"state.panes[0].time({width / 2 + 80})")
-    assert tab.run("state.t") == pytest.approx(expected, abs=0.01 * tab.run("state.span"))
-    left, top, width, height = box(tab, "#memory canvas")
-    tab.drag((left + width * 0.3, top + height / 2), (left + width * 0.7, top + height / 2))
-    assert tab.run("(state.t - state.from) / state.span") == pytest.approx(
-        tab.run(f"({width * 0.7} - AXIS.left) / ({width} - AXIS.left - AXIS.right)"), abs=0.02
-    )
-
-
 def test_pointing_at_an_event_tells_of_it_and_shows_its_arrows_alone(tab: Tab) -> None:
     assert tab.run("document.querySelector('#tip').hidden")
     tab.run(
@@ -387,31 +314,15 @@ def test_pointing_at_an_event_tells_of_it_and_shows_its_arrows_alone(tab: Tab) -
     assert tab.run("document.querySelector('#tip').hidden && state.hovered === null")
 
 
-def test_if_there_are_many_ranks_only_visible_ones_are_drawn(
-    tab: Tab, pages: dict[str, str], log: EventLog
-) -> None:
-    tab.open(f"{pages['many']}#t=0.1&rank=40")
-    count = (
-        "(() => { const timeline = state.panes[0], draw = timeline.drawBar.bind(timeline); let bars = 0;"
-        " timeline.drawBar = (...given) => { bars += 1; draw(...given); }; timeline.draw(); return bars; })()"
-    )
-    drawn = tab.run("state.log.byRank.get(0).drawn.length")
-    bands = tab.run("state.panes[0].visibleRows('band').map((row) => row.rank)")
-    assert 40 in bands and len(bands) < 20
-    assert tab.run(count) <= len(bands) * drawn
-    tab.run("state.zoom(100)")
-    assert tab.run(count) < len(bands) * drawn / 4
-
-
 # --- Touched -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def phone(tab: Tab, pages: dict[str, str]) -> Iterator[Tab]:
-    """Open the page of two steps on a narrow touch screen."""
+    """Open the page on a narrow touch screen."""
     tab.look(*NARROW)
     tab.touching(True)
-    tab.open(pages["steps"])
+    tab.open(pages["one"])
     yield tab
     tab.touching(False)
 
@@ -421,14 +332,6 @@ def shown_at(tab: Tab, selector: str) -> tuple[float, float]:
     tab.run(f"document.querySelector('{selector}').scrollIntoView({{block: 'center'}})")
     left, top, width, height = box(tab, selector)
     return left + width / 2, top + height / 2
-
-
-def test_a_narrow_page_opens_at_one_step(phone: Tab) -> None:
-    end = phone.run("state.log.stepBegins(state.rank)[0].us")
-    start, stop = phone.run("[state.from, state.to]")
-    steps = ([0, end], [end, phone.run("state.log.end")])
-    assert [start, stop] in [pytest.approx(step) for step in steps]
-    assert start <= phone.run("state.t") <= stop
 
 
 def test_a_tap_chooses_an_event_and_fingers_zoom_move_and_scrub(phone: Tab) -> None:
@@ -449,23 +352,6 @@ def test_a_tap_chooses_an_event_and_fingers_zoom_move_and_scrub(phone: Tab) -> N
             phone.touch((x + place, low))
         phone.touch()
         assert phone.run(moved) != before, moved
-
-
-def test_rows_of_a_cell_are_said_below_the_grid_and_a_second_tap_lets_its_group_go(phone: Tab) -> None:
-    said = "#parameters .rows"
-    group = phone.run("state.log.labelOf(state.event.owner)")
-    assert phone.text(said).startswith(f"{group} on rank {phone.run('state.rank')}: ")
-    shown_at(phone, "#parameters .scroller canvas")
-    left, top, width, _ = box(phone, "#parameters .scroller canvas")
-    row = phone.run(
-        "(state.panes[2].groups.indexOf('blocks.1') + 0.5) * state.panes[2].size.height + CELL.head"
-    )
-    for group in ("blocks.1", None):
-        phone.tap(left + 0.8 * width, top + row)
-        assert phone.run("state.group") == group
-        if group:
-            assert phone.text(said).startswith("blocks.1 on rank 1: ")
-            assert "attention.qkv.weight [192 × 64]: rows 96 to 191 of 192" in phone.text(said)
 
 
 # --- Playing -----------------------------------------------------------------------------------------------
@@ -570,58 +456,6 @@ def test_a_page_without_a_start_opens_at_a_wait_for_a_gather_or_where_two_logs_p
     assert "A and B do not share" in tab.text(first)
 
 
-def test_where_no_event_has_code_the_pane_is_named_event_and_names_no_place(
-    tab: Tab, pages: dict[str, str]
-) -> None:
-    tab.open(pages["bare"])
-    assert tab.text("#code-title") == "Event" and "The pane Event says why" in tab.text("#begin")
-    assert "Compute stands still" in tab.text("#code") and "line" not in tab.text("#code")
-    tab.look(*NARROW)
-    tab.open(pages["bare"])
-    assert "Compute stands still" in tab.text("#now")
-    assert tab.run("document.querySelector('#code').offsetHeight") == 0  # #now has said all
-
-
-def test_without_samples_of_memory_a_comparison_has_no_row_of_memory(tab: Tab, tmp_path: Path) -> None:
-    for has_samples in (True, False):
-        logs = [step(reshard) for reshard in (True, False)]
-        shown = [EventLog(each.events, each.samples if has_samples else {}, each.about) for each in logs]
-        make_page(list(zip("ab", shown, strict=True))).save(tmp_path / "pair.html")
-        tab.open((tmp_path / "pair.html").as_uri())
-        assert ("most bytes alive" in tab.text("#compared")) is has_samples
-        assert ("peaks are exact" in tab.text("#exact")) is has_samples
-
-
-def test_a_page_opens_at_a_wait_that_the_order_explains_not_at_a_rank_that_is_late(
-    tab: Tab, tmp_path: Path
-) -> None:
-    after = [{"owner": "a", "after": (seq,)} for seq in (0, 3, 6)]
-    rows = [
-        *[("all_gather", "all_gather", 0, 900, {"owner": "a"}), ("wait", "compute", 0, 900, after[0])],
-        ("forward", "compute", 900, 1000, {"owner": "a"}),
-        *[
-            ("all_gather", "all_gather", 1000, 1100, {"owner": "b"}),
-            ("wait", "compute", 1000, 1100, after[1]),
-        ],
-        ("backward", "compute", 1100, 1200, {"owner": "a"}),
-        *[
-            ("reduce_scatter", "reduce_scatter", 1200, 1270, {"owner": "a"}),
-            ("wait", "compute", 1200, 1270, after[2]),
-        ],
-    ]
-    late = [("all_gather", "all_gather", 800, 900, {"owner": "a"})]
-    for phases, opens in ((["backward"], "all_gather"), ([], "reduce_scatter")):
-        events = [*events_of(0, *rows), *events_of(1, *late)]
-        said = [
-            replace(e, phase="backward") if e.seq == 4 and phases else replace(e, phase="forward")
-            for e in events
-        ]
-        make_page([("log", EventLog(said))]).save(tmp_path / "late.html")
-        tab.open((tmp_path / "late.html").as_uri())
-        assert tab.run("awaited(state.event).op") == opens, phases
-        assert tab.run("longestWaits(state.log, 1)[0].start") == 0  # longer, but rank 1 was late
-
-
 def test_the_page_predicts_the_step_without_freeing_after_the_forward(tab: Tab) -> None:
     freed, kept = step(), step(reshard=False)
     gathered = [sum(e.bytes for e in log.select("all_gather")) for log in (kept, freed)]
@@ -684,6 +518,3 @@ def test_ranks_of_a_hybrid_mesh_wait_only_for_ranks_of_their_group(tab: Tab) -> 
     assert tab.run(of % ("all_gather", 0)) is None
     tab.run("state.log.sizes.get('g').shards = 8")
     assert tab.run(of % ("all_gather", 5)) == "all"
-
-
-# --- Memory in few pixels ----------------------------------------------------------------------------------
