@@ -34,7 +34,7 @@ def cells(figure: Figure, line: int, rank: int) -> tuple[float, float]:
     return widths.get("owned", 0.0) / total, widths.get("padding", 0.0) / total
 
 
-@pytest.mark.parametrize(("rows", "ranks"), [(1, 1), (2, 4), (5, 4), (7, 2), (8, 2)])
+@pytest.mark.parametrize(("rows", "ranks"), [(2, 4), (5, 4), (8, 2)])
 def test_a_cell_is_filled_as_far_as_the_rank_has_rows_of_its_full_chunk(rows: int, ranks: int) -> None:
     figure = plot_sharding([LaidOut("w", (rows, 3), ROWS)], {"shard": ranks})
     chunks = [len(chunk) for chunk in torch.arange(rows).chunk(ranks)]
@@ -119,17 +119,9 @@ def row(
     return ParamRow(fqn, group, shape, details["dtype"], details["placement"], rows, padding)
 
 
-def blocks_of(count: int, prefix: str = "layers") -> list[ParamRow]:
-    return [
-        row(f"{prefix}.{i}.{name}", f"{prefix}.{i}", shape, (0, shape[0] // 4))
-        for i in range(count)
-        for name, shape in (("w.weight", (16, 4)), ("w.bias", (16,)))
-    ]
-
-
 def test_groups_that_are_alike_are_drawn_once() -> None:
-    other = [row("layers.3.w.weight", "layers.3", (20, 4), (0, 5))]
-    figure = plot_parameters(Explanation([*blocks_of(3), *other], []))
+    rows = [row(f"layers.{i}.w", f"layers.{i}", (20 if i == 3 else 16, 4), (0, 4)) for i in range(4)]
+    figure = plot_parameters(Explanation(rows, []))
     assert boxes(figure, "layers.0.") and not boxes(figure, "layers.1.") and boxes(figure, "layers.3.")
     assert any(t.get_text().startswith("layers.0 … layers.2") for t in figure.axes[0].texts)
 
@@ -146,9 +138,7 @@ def test_a_strip_shows_the_rows_of_the_rank_and_its_padding() -> None:
     assert "w padding" not in found and "empty own" not in found and "empty padding" in found
 
 
-@pytest.mark.parametrize(
-    "placement", ["S(1)", "Shard(dim=1)", "R, _S(1, 2)", "_StridedShard(dim=1, sf=2), Replicate()"]
-)
+@pytest.mark.parametrize("placement", ["S(1)", "_StridedShard(dim=1, sf=2), Replicate()"])
 def test_the_strip_is_the_dimension_that_is_cut(placement: str) -> None:
     found = boxes(plot_parameters(Explanation([row("w", "m", (100, 8), (4, 8), placement=placement)], [])))
     assert found["w own"].get_width() / found["w all"].get_width() == pytest.approx(0.5)
