@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -43,22 +42,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def finished(recorder: Recorder) -> list[Event]:
     return recorder.finish()[0]
-
-
-# --- Without a recording -----------------------------------------------------------------------------------
-
-
-def test_without_a_recording_a_span_is_the_same_object_that_does_nothing_each_time() -> None:
-    assert events.active() is None
-    nothing = events.span("forward", "compute")
-    for other in (
-        events.span("copy_in", "copy", bytes=3),
-        events.scope("forward", "a"),
-        events.scope(owner="b"),
-    ):
-        assert other is nothing
-    with nothing, nothing:
-        assert events.active() is None
 
 
 # --- Order -------------------------------------------------------------------------------------------------
@@ -163,13 +146,3 @@ def test_samples_have_the_ledgers_counts_and_the_clock_of_events() -> None:
     (sample,) = recorder.finish()[1]
     assert sample.us == taken.us - 100.0
     assert sample.bytes_by_kind == {**dict.fromkeys(KINDS, 0), "sharded_param": 8}
-
-
-def test_a_changed_event_is_a_copy_and_its_dict_has_all_fields() -> None:
-    event = Event(1, 2, "wait", "compute", owner="blocks.0", after=(0, 1), bytes=8)
-    assert event.changed(seq=5, after=()) == replace(event, seq=5, after=())
-    assert event.seq == 2 and event.as_dict() == asdict(event)
-    event.as_dict()["seq"] = 7
-    assert event.seq == 2  # the dict is the caller's own
-    with pytest.raises(TypeError):
-        event.changed(sequence=5)

@@ -21,7 +21,7 @@ import suites
 from hwfsdp import EventLog, launch, record
 from hwfsdp.observe.events import STREAMS, Event
 from hwfsdp.observe.races import Order, find_races
-from oracles import BF16_FP32, Case, Training, accumulate, ours, walk
+from oracles import BF16_FP32, Case, Training, accumulate, ours
 
 # --- The oracle: all paths, one by one ---------------------------------------------------------------------
 
@@ -176,24 +176,15 @@ def prefetch_by_hand(training: Training) -> None:
 
 RUNS: dict[str, Case] = {
     "blocks": Case(models.graded),
-    "uneven": Case(models.uneven),
     "root with parameters": Case(models.stem),
-    "whole after forward": Case(models.stem, options={"reshard_after_forward": False}),
     "bf16": Case(models.stem, options={"policy": BF16_FP32}),
     "checkpointing": Case(functools.partial(models.checkpointed, False)),
     "reentrant checkpointing": Case(functools.partial(models.checkpointed, True)),
-    "checkpointing inside": Case(functools.partial(models.checkpointed_inside, False)),
     "a module twice": Case(models.twice),
-    "another order each time": Case(models.wandering, functools.partial(walk, paths=[(0, 1, 2), (2, 0, 1)])),
-    "frozen": Case(models.frozen),
     "accumulation": Case(models.stem, functools.partial(accumulate, pattern="nb")),
-    "accumulation of reduced gradients": Case(
-        models.stem, functools.partial(accumulate, pattern="bbb", say_last=True)
-    ),
     "evaluation in between": Case(models.stem, evaluate_between),
     "unsharded by hand": Case(models.stem, unshard_by_hand),
     "prefetch by hand": Case(models.stem, prefetch_by_hand),
-    "replicated": Case(models.stem, options={"shape": (2, 1)}),
 }
 
 
