@@ -51,7 +51,7 @@ MINE = """
     def fails():
         raise KeyError("no weights")
 
-    constant = 3
+
 """
 
 
@@ -86,11 +86,10 @@ def test_the_table_on_paper_equals_the_one_on_ranks_where_explaining_on_paper_is
         assert "hwfsdp.explain(model)" in refusal
 
 
-@pytest.mark.parametrize("ranks", [1, 16])  # 16: some have none of some parameters
-def test_the_totals_equal_nested_chunks(ranks: int) -> None:
+def test_the_totals_equal_nested_chunks() -> None:
     shapes = [tuple(p.shape) for p in zoo.build(SMALL).parameters()]
     elements = sum(map(prod, shapes))
-    held = []
+    held, ranks = [], 16  # some have none of some parameters
     for rank in range(ranks):
         totals = explain_on_paper(lambda: zoo.build(SMALL), ranks, rank).explanation.totals
         chunks = [torch.empty(shape, device="meta").chunk(ranks) for shape in shapes]
@@ -132,7 +131,6 @@ def test_neighboring_groups_that_are_alike_in_everything_but_their_name_are_one(
         ([], []),
         ([row("a.w", "a"), row("b.w", "b"), row("c.w", "c")], ["a … c: 3 alike"]),
         ([row("a.w", "a"), row("b.w", "b", dtype="bfloat16"), row("c.w", "c")], ["a", "b", "c"]),
-        ([row("a.w", "a"), row("b.w", "b", rows=(2, 4))], ["a", "b"]),
         ([row("a.w", "a"), row("a.v", "a"), row("b.w", "b"), row("b.v", "b")], ["a … b: 2 alike"]),
     ]:
         assert [block.name for block in fold(rows)] == names
@@ -140,18 +138,13 @@ def test_neighboring_groups_that_are_alike_in_everything_but_their_name_are_one(
 
 def test_the_folded_table_has_every_parameter_of_every_block_once_and_the_totals() -> None:
     rows = [row("top", "Root"), *(row(f"b.{n}.w", f"b.{n}") for n in range(9))]
-    text = Explanation(rows, ["left.out"], Totals(10, 160, 640, 320, 2048)).folded_text()
+    text = Explanation(rows, ["left.out"], Totals(10, 160, 640, 1023, 2048)).folded_text()
     lines = text.splitlines()
     assert [line.split()[0] for line in lines[2:6]] == ["Root", "top", "b.0", "w"]
     assert "not sharded: left.out" in lines
     assert lines[-2:] == [
         "model      10 parameters, 160 elements, 640 B",
-        "this rank  320 B, and 2.00 KiB of padding",
-    ]
-    text = Explanation(rows, [], Totals(10, 160, 1024, 1023, 0)).folded_text()
-    assert [line.split("  ")[-1] for line in text.splitlines()[-2:]] == [
-        "10 parameters, 160 elements, 1.00 KiB",
-        "1,023 B, and 0 B of padding",
+        "this rank  1,023 B, and 2.00 KiB of padding",
     ]
 
 
@@ -210,6 +203,8 @@ def test_the_verb_prints_the_table_of_a_function_of_the_users_and_draws_it(
     assert "0 … 3: 4 alike" in out and out.splitlines()[-1] == "Picture: table.png"
     assert err == "while building\n"
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
+    run(f"{mine}:build", "--all")
+    assert sum("inner.weight" in line for line in capsys.readouterr().out.splitlines()) == 4
 
 
 def test_json_has_every_row_of_the_rank_and_nothing_else_on_standard_output(
@@ -226,24 +221,16 @@ def test_json_has_every_row_of_the_rank_and_nothing_else_on_standard_output(
     assert (weight["rows"], weight["padding"]) == ([20, 24], 8)
 
 
-def test_all_lists_each_group(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run(f"{mine}:build", "--all")
-    assert sum("inner.weight" in line for line in capsys.readouterr().out.splitlines()) == 4
-
-
 def test_arguments_that_cannot_be_used_are_refused_in_one_line(
     mine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, words in [
-        (["no-such-model"], ["no-such-model", "llama3-8b", "gpt2", "module:function"]),
         (["llama3-8"], ["got 'llama3-8'", "Did you mean: llama3-8b"]),
         (["mine_to_explain:nope"], ["no 'nope' there", "build"]),
-        (["mine_to_explain:constant"], ["'constant', which cannot be called"]),
         (["mine_to_explain:wrong"], ["an nn.Module", "type list"]),
         (["mine_to_explain:fails"], ["KeyError: 'no weights'", "mine_to_explain.py:", ", in fails"]),
         (["mine_to_explain:odd"], ["forward"]),
         (["broken_to_explain:f"], ["nothing_of_the_kind", "broken_to_explain.py:1"]),
-        ([":f"], ["Empty module name"]),
         (["gpt-tiny", "--rank", "8"], ["0 to 7", "got 8"]),
         (["gpt-tiny", "--wrap", "Blok"], ["'Blok'", "Block"]),
         (["gpt-tiny", "--png", "nowhere/table.png"], ["nowhere/table.png"]),

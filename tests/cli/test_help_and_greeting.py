@@ -83,7 +83,7 @@ def test_the_greeting_names_the_next_step_after_the_steps_already_done(
     assert text.index("hwfsdp check homework") < text.index("hwfsdp lab")
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"grades": {"01": 7}, "hints": {}}'])
+@pytest.mark.parametrize("text", ["[1]", '{"grades": {"01": 7}, "hints": {}}'])
 def test_an_unreadable_progress_file_counts_as_no_progress(
     course: Course, capsys: pytest.CaptureFixture[str], text: str
 ) -> None:
@@ -122,12 +122,9 @@ def parsers_below(parser: argparse.ArgumentParser) -> Iterator[argparse.Argument
     ("argv", "function"),
     [
         ("course DIR", "course.commands.write_course"),
-        ("list", "course.commands.list_exercises"),
         ("check 1 --seed 3 --submission DIR", "course.commands.check"),
         ("hint 1", "course.commands.hint"),
-        ("status --json", "course.commands.status"),
         ("watch --json", "course.commands.watch"),
-        ("reset 1", "course.commands.reset_exercise"),
         ("catchup 2", "course.commands.catch_up"),
         ("grade DIR --only 01,02", "course.gradebook.command"),
         ("release DIR", "course.release.release"),

@@ -57,11 +57,6 @@ MINE = """
             optimizer.step()
         return step
 
-    def reads():
-        model = sharded()
-        def step():
-            print(model(torch.ones(4, 8)).sum().item())
-        return step
 
     def formats():
         model = sharded()
@@ -119,14 +114,10 @@ def test_flags_reach_the_plan(run: Run) -> None:
     assert (found["gpus"], found["nodes"], found["device"]["name"]) == (4, 2, "a100-40gb")
 
 
-def test_the_flag_for_resharding_takes_a_word(run: Run) -> None:
-    found = run(*TINY, "--reshard-after-forward", "no", "--json").found
-    assert found["plan"]["reshard_after_forward"] is False
-    assert found["summary"]["count_by_op"]["all_gather"] == 5
-
-
 def test_a_trace_loads_back_and_a_picture_is_drawn(run: Run, tmp_path: Path) -> None:
-    found = run(*TINY, "--trace", "trace.json.gz", "--png", "picture.png", "--json").found["summary"]
+    files = ("--trace", "trace.json.gz", "--png", "picture.png", "--json")
+    found = run(*TINY, "--reshard-after-forward", "no", *files).found["summary"]
+    assert found["count_by_op"]["all_gather"] == 5
     summary = EventLog.load(tmp_path / "trace.json.gz").summary()
     assert summary["count_by_op"] == found["count_by_op"]
     assert summary["bytes_by_op"] == found["bytes_by_op"]
@@ -156,23 +147,18 @@ def test_a_step_that_raises_is_one_line_that_says_where(
     assert re.search(rf"mine_to_simulate\.py:\d+, {place}", said.err)
 
 
-@pytest.mark.parametrize("seq", [(), ("--seq", "3", "--batch", "2")])
-def test_a_function_may_return_a_step_and_its_tokens_come_from_the_arguments(
-    run: Run, seq: tuple[str, ...]
-) -> None:
-    said = run("--model", "mine_to_simulate:trains", *seq, "--json")
+def test_a_function_may_return_a_step_and_its_tokens_come_from_the_arguments(run: Run) -> None:
+    own = ("--model", "mine_to_simulate:trains")
+    said = run(*own, "--seq", "3", "--batch", "2", "--json")
     assert said.status == 0
-    rate = 6 / said.found["step_seconds"] if seq else None
-    assert said.found["tokens_per_second_per_gpu"] == (pytest.approx(rate) if seq else None)
-    assert ("unknown" in run("--model", "mine_to_simulate:trains", *seq).out) == (not seq)
+    assert said.found["tokens_per_second_per_gpu"] == pytest.approx(6 / said.found["step_seconds"])
+    assert "unknown" in run(*own).out
 
 
 # --- Refusals ----------------------------------------------------------------------------------------------
 
 
 REFUSED = {
-    "--model gpt-5": ("gpt-5", "llama3-8b", "module:function"),
-    "--model mine_to_simulate:nothing": ("nothing", "trains"),
     "--model mine_to_simulate:fails": ("KeyError", "no weights", "mine_to_simulate.py"),
     "--model no_such_module:f": ("no_such_module",),
     "--gpus 12": ("12 GPUs, 4 more than 8", "Take 8 or 16"),
@@ -189,13 +175,9 @@ def test_a_run_that_cannot_be_simulated_is_refused_in_one_line(run: Run, args: s
 
 UNUSABLE = {
     "--gpus 0": "1 to 65536",
-    "--gpus 65537": "1 to 65536",
     "--batch two": "whole number",
     "--sweep 8..16": "gpus=A..B",
-    "--sweep gpus=16..8": "gpus=A..B",
     "--checkpoint some": "selective",
-    "--reshard-after-forward maybe": "whole number",
-    "--dtype int8": "bfloat16",
 }
 
 
@@ -222,15 +204,3 @@ def test_a_step_that_does_not_fit_exits_with_1_and_the_suggestion_fits(
     assert advice
     again = run(*own, *advice[1].split())
     assert (again.status, again.found["fits"], again.err) == (0, True, "")
-
-
-@pytest.mark.long
-def test_a_sweep_succeeds_if_one_of_its_runs_fits(run: Run, small_gpu: Callable[[float], None]) -> None:
-    sweep = ("--model", "gpt-tiny", "--sweep", "gpus=1..2", "--json")
-    needs = [one["peak_allocated_gib"] for one in run(*sweep).found]
-    statuses = []
-    for memory in (sum(needs) / 2, min(needs) / 2):
-        small_gpu(memory * GIB)
-        said = run(*sweep, "--device", "small")
-        statuses.append((said.status, [one["fits"] for one in said.found]))
-    assert statuses == [(0, [needs[0] < needs[1], needs[0] >= needs[1]]), (1, [False, False])]
