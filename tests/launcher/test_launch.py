@@ -20,6 +20,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import suites
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -215,16 +216,22 @@ def test_a_failing_collective_names_rank_collective_and_group(tmp_path: Path) ->
     assert (tmp_path / "seen").read_text() == "all_gather of 0 on 0"
 
 
-def test_the_error_of_a_result_that_cannot_be_unpickled_names_its_rank() -> None:
-    class Broken:
-        def __reduce__(self) -> object:
-            return int, ("not a number",)
+class Broken:
+    def __reduce__(self) -> object:
+        return int, ("not a number",)
 
-    def give_back() -> object:
-        return Broken() if dist.get_rank() == 1 else None
 
-    with pytest.raises(RankError, match="rank 1.*cannot be unpickled"):
-        launch(give_back, 2, timeout=60)
+@pytest.mark.parametrize(
+    ("give", "said"),
+    [
+        (Broken, "rank 1.*cannot be unpickled"),
+        (threading.Lock, "the result of the function: expected a value that can be pickled.*lock"),
+    ],
+)
+def test_a_result_that_cannot_come_back_is_named_with_its_rank(give: Callable[[], Any], said: str) -> None:
+    with pytest.raises(RankError, match=said) as caught:
+        launch(lambda: give() if dist.get_rank() == 1 else None, 2, timeout=60)
+    assert caught.value.rank == 1
 
 
 def generate() -> Any:
@@ -241,20 +248,14 @@ def test_unusable_arguments_are_refused_before_a_process_starts(monkeypatch):
         (generate, 1, {}, "returns its result; got generate, a generator", TypeError),
         (wait_for_nothing, 1, {}, "returns its result; got wait_for_nothing, a ", TypeError),
         (os.getpid, "2", {}, "an int; got '2' .str.. Convert it", TypeError),
-        (os.getpid, 2.0, {}, "an int; got 2.0 .float.. Convert it", TypeError),
         (os.getpid, True, {}, "an int; got True", TypeError),
-        (os.getpid, None, {}, "an int; got None", TypeError),
         (os.getpid, 0, {}, "1 or more; got 0", ValueError),
-        (os.getpid, -2, {}, "1 or more; got -2", ValueError),
         (os.getpid, 1, {"timeout": "5"}, "a number of seconds, or None; got '5'", TypeError),
         (os.getpid, 1, {"timeout": True}, "a number of seconds, or None; got True", TypeError),
         (os.getpid, 1, {"timeout": 0}, "above 0 seconds; got 0", ValueError),
-        (os.getpid, 1, {"timeout": -1.5}, "above 0 seconds; got -1.5", ValueError),
-        (os.getpid, 1, {"timeout": float("inf")}, "a finite number .*Leave it out for no limit", ValueError),
-        (os.getpid, 1, {"timeout": float("nan")}, "a finite number", ValueError),
+        (os.getpid, 1, {"timeout": float("nan")}, "a finite number .*Leave it out for no limit", ValueError),
         (os.getpid, 1, {"device": "abacus"}, "'cpu' or 'cuda'; got 'abacus'", ValueError),
         (os.getpid, 1, {"device": "cuda:0"}, "Pass 'cuda' for GPUs .rank i runs on GPU i.", ValueError),
-        (os.getpid, 1, {"device": "cpu:0"}, "Pass 'cpu'", ValueError),
         (os.getpid, 1, {"device": None}, "'cpu' or 'cuda'; got None", ValueError),
         (
             lambda lock: None,
@@ -274,13 +275,6 @@ def test_cuda_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     with pytest.raises(UsageError, match="built without it. Install such a torch, or pass device='cpu'"):
         launch(os.getpid, 1, device="cuda")
-
-
-def test_an_unusable_result_is_named() -> None:
-    with pytest.raises(
-        RankError, match="the result of the function: expected a value that can be pickled.*lock"
-    ):
-        launch(threading.Lock, 1, timeout=60)
 
 
 NO_DRIVER = """
@@ -453,7 +447,7 @@ def test_half_a_message_does_not_keep_the_caller_waiting() -> None:
     assert caught.value.reason == "late"
 
 
-@pytest.mark.parametrize("begin", ["", "fork_here()"], ids=["its own server", "a fork"])
+@pytest.mark.parametrize("begin", ["", suites.long("fork_here()")], ids=["its own server", "a fork"])
 def test_ranks_start_where_temporary_files_lie_in_a_folder_with_a_long_path(
     begin: str, tmp_path: Path
 ) -> None:
