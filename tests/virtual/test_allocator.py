@@ -126,10 +126,13 @@ PROGRAMS = st.lists(
 
 
 class Machine:
-    """Run a program, and keep its own list of live blocks."""
+    """Run a program, and keep its own list of live blocks.
+
+    The first use of an address fixes its stream, and its kind: small or large blocks. No other stream or kind may use its segment.
+    """
 
     def __init__(self) -> None:
-        self.pools = Pools()
+        self.pools, self.owners = Pools(), dict[int, tuple[str, bool]]()
         self.alive: list[tuple[Block, int, str]] = []
 
     def run(self, program: list[tuple[int, str] | int]) -> None:
@@ -146,10 +149,13 @@ class Machine:
         assert all(block.nbytes >= nbytes and not block.is_hole for block, nbytes, _ in self.alive)
         assert self.pools.reserved >= sum(block.nbytes for block, _, _ in self.alive)
         assert all(0 <= start and end <= self.pools.reserved for start, end in spans)
+        for block, nbytes, stream in self.alive:
+            for page in range(block.at // (2 * MIB), -(-(block.at + block.nbytes) // (2 * MIB))):
+                assert self.owners.setdefault(page, (stream, nbytes <= MIB)) == (stream, nbytes <= MIB)
 
 
 @given(PROGRAMS, st.randoms(use_true_random=False))
-def test_live_blocks_lie_apart_and_when_all_is_freed_every_segment_is_whole_again(
+def test_live_blocks_lie_apart_in_segments_of_their_stream_which_are_whole_again_when_all_is_freed(
     program: list[tuple[int, str] | int], random: Random
 ) -> None:
     machine, segments = Machine(), list[tuple[int, str]]()
@@ -164,17 +170,6 @@ def test_live_blocks_lie_apart_and_when_all_is_freed_every_segment_is_whole_agai
     machine.run([0] * len(machine.alive))
     machine.run(segments)
     assert machine.pools.reserved == reserved
-
-
-@given(PROGRAMS)
-def test_streams_and_kinds_of_segments_never_share_a_segment(program: list[tuple[int, str] | int]) -> None:
-    """The first use of an address fixes its stream, and its kind: small or large blocks."""
-    machine, owners = Machine(), dict[int, tuple[str, bool]]()
-    for step in program:
-        machine.run([step])
-        for block, nbytes, stream in machine.alive:
-            for page in range(block.at // (2 * MIB), -(-(block.at + block.nbytes) // (2 * MIB))):
-                assert owners.setdefault(page, (stream, nbytes <= MIB)) == (stream, nbytes <= MIB)
 
 
 def test_sizes_are_rounded_up_to_512_bytes() -> None:

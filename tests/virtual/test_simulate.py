@@ -20,7 +20,6 @@ from hwfsdp.train.models.gpt import GPT, GPTConfig
 from hwfsdp.train.models.zoo import build
 from hwfsdp.virtual import DEVICES, Device, Simulation, simulate
 from hwfsdp.virtual.devices import GIB, placed
-from hwfsdp.virtual.fitting import Choice, describe_misfit, find_fitting
 
 H100 = DEVICES["h100"]
 ROOT = Path(__file__).parents[2]
@@ -88,12 +87,12 @@ def test_a_single_group_hides_neither_its_gather_nor_its_reduction(optimizers: i
     assert found.mfu == pytest.approx(6 * 2 * WIDTH**2 * ROWS / (us * 1e-6) / 1e14, rel=1e-6)
 
 
-@pytest.mark.parametrize("layers", [3, 5])
-def test_several_groups_expose_only_the_first_gather_and_the_last_reduction(layers: int) -> None:
+def test_several_groups_expose_only_the_first_gather_and_the_last_reduction() -> None:
     """The other collectives hide behind products.
 
     The gather of the backward's first group hides, too: the host is ahead, and issues it while the forward still runs.
     """
+    layers = 4
     found = simulate(chain(layers, True), 4, ideal(0.5 * PRODUCT_US), batch=ROWS, seq=1)
     us = (3 * layers - 1 + 2 * 0.5) * PRODUCT_US
     assert found.step_seconds * 1e6 == pytest.approx(us, rel=1e-6)
@@ -110,12 +109,6 @@ def test_model_flops_are_six_per_parameter_and_token_and_twelve_for_attention() 
     assert found.tokens_per_second_per_gpu == pytest.approx(tokens / found.step_seconds)
 
 
-def test_a_step_of_unknown_tokens_has_no_rate() -> None:
-    found = simulate(chain(2, True), 2)
-    assert (found.tokens_per_second_per_gpu, found.mfu) == (None, None)
-    assert found.step_seconds > 0
-
-
 # --- Simulated steps ---------------------------------------------------------------------------------------
 
 
@@ -127,8 +120,6 @@ def on_meta() -> GPT:
 MODEL = GPT(replace(SMALL, tied=True))
 WAYS: dict[str, Any] = {
     "a model": MODEL,
-    "a model on meta": on_meta(),
-    "a function": lambda: GPT(replace(SMALL, tied=True)),
     "a function that builds on meta": on_meta,
     "a function that returns a model of before": lambda: MODEL,
 }
@@ -175,17 +166,12 @@ def test_hybrid_sharding_shards_within_a_node() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gpus": 12}, "expected nodes that are full, of 8 GPUs; got 12 GPUs, 4 more than 8"),
     ({"gpus": 8, "nodes": 3}, "the same number of GPUs in each node, 1 to 8; got 8 GPUs on 3 nodes"),
-    ({"gpus": 0}, "got 0 GPUs"),
     ({"batch": 0}, "a batch and a length of 1 or more"),
-    ({"batch": 2.5}, "got batch 2.5"),
-    ({"gpus": 8.0}, "gpus=8.0"),
     ({"gpus": 16, "nodes": 1}, "got 16 GPUs on 1 nodes"),
     ({"hsdp": True, "shards": 2}, "of hsdp and shards one"),
-    ({"checkpoint": "some"}, "none, selective, full, a float dtype; got .*'some'"),
     ({"shards": 3}, "divides the 8 GPUs; got 3. Choose among 1, 2, 4, 8"),
     ({"blocks": 3}, "settings among batch, .*; got blocks"),
     ({"device": "h101"}, "expected one of a100-40gb, .*, b200; got 'h101'"),
-    ({"step_or_model": lambda: 3}, "a model, or a step to be called; got one that returns int"),
     ({"wrap": ("Blok",)}, "a class of a module in the model: .*; got 'Blok'"),
 ]
 
@@ -209,34 +195,10 @@ def of_memory(nbytes: float) -> Device:
     return replace(H100, memory=nbytes)
 
 
-def tried_on(device: Device) -> Callable[[Choice], Simulation]:
-    def tried(choice: Choice) -> Simulation:
-        settings = {"batch": choice.batch, "checkpoint": choice.checkpoint}
-        return simulate("gpt-tiny", choice.gpus, device, hsdp=choice.hsdp, **settings)
-
-    return tried
-
-
 def test_a_model_fits_if_its_peak_is_within_the_memory() -> None:
     need = simulate("gpt-tiny", 2).peak_allocated_gib * GIB / 0.99
     fit = [simulate("gpt-tiny", 2, of_memory(need * share)).fits for share in (1.001, 0.999)]
     assert fit == [True, False]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("batch", "share"),
-    [suites.long(8, 0.6), (1, 0.93), suites.long(4, 0.28)],
-    ids=["fewer rows", "recomputing", "more GPUs"],
-)
-def test_a_suggestion_that_should_fit_the_memory_does_fit(batch: int, share: float) -> None:
-    need = simulate("gpt-tiny", 2, batch=batch).peak_allocated_gib
-    device = of_memory(share * need * GIB)
-    found = simulate("gpt-tiny", 2, device, batch=batch)
-    chosen = Choice(2, batch, "none")
-    choice, fits = find_fitting(found, chosen, tried_on(device))
-    assert not found.fits and fits.fits and tried_on(device)(choice).fits
-    assert f"{choice.flags} would fit" in describe_misfit(found, chosen, tried_on(device))
 
 
 # --- Published figures -------------------------------------------------------------------------------------

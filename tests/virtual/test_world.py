@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,20 +79,14 @@ def over_a_mesh(module: nn.Module, shape: tuple[int, int], **options: Any) -> nn
 
 
 PROGRAMS: dict[str, Program] = {
-    **{
-        name: training(ZOO[name])
-        for name in ("even", "uneven", "transformer", "frozen", "unused", "recurrent")
-    },
-    "nested": training(even, "nested"),
-    "never resharded": training(stem, reshard_after_forward=False),
+    **{name: training(ZOO[name]) for name in ("even", "uneven", "transformer")},
     "accumulated": training(stem, batches=3),
     "in bfloat16": training(stem, policy={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
     "checkpointed inside": training(lambda: checkpointed_inside(False)),
 }
-ON_FOUR: dict[str, Program] = {"resharded to 2": training(stem, reshard_after_forward=2)}
-HYBRID: dict[str, Program] = {
-    "hybrid": training(stem, shape=(2, 2)),
-    "hybrid, accumulated": training(stem, batches=2, shape=(2, 2)),
+ON_FOUR: dict[str, Program] = {
+    "resharded to 2": training(stem, reshard_after_forward=2),
+    "hybrid": training(stem, batches=2, shape=(2, 2)),
 }
 
 
@@ -115,8 +107,8 @@ def all_real(builds: dict[str, Program]) -> dict[str, list[tuple[Any, ...]]]:
 
 
 FAST = ("uneven", "accumulated", "checkpointed inside")
-LAUNCHES = [(FAST, 2), (tuple(name for name in PROGRAMS if name not in FAST), 2), ((*ON_FOUR, *HYBRID), 4)]
-ALL = {**PROGRAMS, **ON_FOUR, **HYBRID}
+LAUNCHES = [(FAST, 2), (tuple(name for name in PROGRAMS if name not in FAST), 2), (tuple(ON_FOUR), 4)]
+ALL = {**PROGRAMS, **ON_FOUR}
 
 
 @functools.cache
@@ -131,17 +123,16 @@ def virtual_and_real(name: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, 
     return seen(simulate(ALL[name], ranks).log), launched(names, ranks)[name]
 
 
-@pytest.mark.parametrize("name", suites.fast_are(FAST, [*PROGRAMS, *ON_FOUR]))
+@pytest.mark.parametrize("name", suites.fast_are(FAST, [*PROGRAMS, "resharded to 2"]))
 def test_virtual_ranks_act_as_real_ones(name: str) -> None:
     virtual, real = virtual_and_real(name)
     assert virtual == real
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", HYBRID)
-def test_hybrid_sharding_acts_on_each_stream_as_on_real_ranks(name: str) -> None:
+def test_hybrid_sharding_acts_on_each_stream_as_on_real_ranks() -> None:
     """The order across streams differs: without a device, an all-reduce runs only at the first wait for it."""
-    virtual, real = virtual_and_real(name)
+    virtual, real = virtual_and_real("hybrid")
     for stream in ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce"):
         assert [e for e in virtual if e[1] == stream] == [e for e in real if e[1] == stream]
     assert any(e[1] == "all_reduce" for e in virtual)
@@ -170,33 +161,19 @@ def groups_of(config: GPTConfig | LlamaConfig, itemsizes: tuple[int, int]) -> li
 CONFIGS = {"gpt": GPT_SIZES, "llama": LLAMA_SIZES}
 
 
-@pytest.mark.parametrize(
-    ("name", "shards", "dtype"),
-    [
-        suites.long("gpt", None, torch.float32),
-        ("llama", 3, torch.bfloat16),
-    ],
-)
-def test_bytes_and_counts_of_collectives_are_the_closed_forms(
-    name: str, shards: int | None, dtype: torch.dtype
-) -> None:
-    strategy = Strategy.HSDP if shards else Strategy.ZERO3
-    groups = groups_of(CONFIGS[name], (dtype.itemsize, 4))
-    log = simulate(CONFIGS[name], 6, shards=shards, param_dtype=dtype).log
+def test_bytes_and_counts_of_collectives_are_the_closed_forms() -> None:
+    groups = groups_of(LLAMA_SIZES, (2, 4))
+    log = simulate(LLAMA_SIZES, 6, shards=3, param_dtype=torch.bfloat16).log
     found = traffic_of(e for e in log.collectives() if e.owner)  # without the all-reduce of clipping
-    traffic = strategy_traffic(groups, strategy, 6, shards)
-    assert {op: moved.bytes for op, moved in found.items()} == {op: n for op, n in traffic.items() if n}
+    assert {op: moved.bytes for op, moved in found.items()} == strategy_traffic(groups, Strategy.HSDP, 6, 3)
     counts = {"all_gather": sum(map(gathers_per_step, groups)), "reduce_scatter": len(groups)}
-    counts |= {"all_reduce": len(groups)} if shards else {}
-    assert {op: moved.calls for op, moved in found.items()} == counts
+    assert {op: moved.calls for op, moved in found.items()} == counts | {"all_reduce": len(groups)}
 
 
-@pytest.mark.parametrize("gpus", [5, suites.long(512)])
-def test_states_have_the_bytes_of_the_closed_form(gpus: int) -> None:
+def test_states_have_the_bytes_of_the_closed_form() -> None:
     shapes = [shape for group in groups_of(GPT_SIZES, (2, 4)) for shape in group.shapes]
-    strategy = Strategy.ZERO3
-    expected = model_state_bytes(shapes, strategy, gpus)
-    simulated = simulate(GPT_SIZES, gpus, nodes=gpus)
+    expected = model_state_bytes(shapes, Strategy.ZERO3, 5)
+    simulated = simulate(GPT_SIZES, 5, nodes=5)
     found, allocated = simulated.log.summary()["peak_bytes_by_kind"], simulated.peak_by_kind
     counts_of_steps = 4 * len(shapes)
     assert found["sharded_param"] == allocated["sharded_param"] == expected.params
@@ -242,27 +219,6 @@ def test_a_simulation_restores_its_surroundings_even_after_an_error(
     assert environment() == before
 
 
-def test_a_recording_after_a_simulation_uses_the_clock_of_the_host_again() -> None:
-    weight = nn.Parameter(torch.zeros(10))
-    weight.grad = torch.zeros(10)
-    with events.keeping_clock():
-        events.use_clock(lambda stream: events.HostMark())
-        simulate(GPT_SIZES, 2)
-        with record() as log:
-            torch.optim.SGD([weight]).step()
-    assert log.events[0].dur_us > 0
-
-
-def test_a_virtual_world_leaves_no_object_alive() -> None:
-    world = World(2, H100)
-    with world.entered():
-        program(GPT_SIZES, Plan(seq=16), 2).step()
-    gone = weakref.ref(world.allocator)
-    del world
-    gc.collect()
-    assert gone() is None
-
-
 # --- Programs of the user ----------------------------------------------------------------------------------
 
 
@@ -295,9 +251,6 @@ BLOCKS, HEAD = 3, 1
 COMPUTED_AGAIN = {
     ("gpt", "none"): (4, 0, 0),
     ("gpt", "full"): (4, 3, 1),
-    ("gpt", "selective"): (4, 1, 0),  # keeps the first and the third
-    ("llama", "none"): (7, 0, 0),
-    ("llama", "full"): (7, 6, 1),
     ("llama", "selective"): (7, 3, 0),  # keeps the first, third, fifth and seventh
 }
 
@@ -343,15 +296,8 @@ def test_real_tensors_stay_real_and_may_meet_virtual_ones() -> None:
     assert outside.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("name", "foreach"),
-    [("AdamW", False), ("SGD", True)],
-)
-def test_torchs_optimizers_keep_as_many_bytes_of_state_as_on_real_parameters(
-    name: str, foreach: bool
-) -> None:
-    options = {"lr": 0.1, "foreach": foreach} | ({"momentum": 0.9} if name == "SGD" else {})
-    optimize = functools.partial(getattr(torch.optim, name), **options)
+def test_torchs_optimizers_keep_as_many_bytes_of_state_as_on_real_parameters() -> None:
+    optimize = functools.partial(torch.optim.SGD, lr=0.1, foreach=True, momentum=0.9)
     params = [nn.Parameter(p.detach()[: p.shape[0] // 2].clone()) for p in even().parameters()]
     for param in params:
         param.grad = torch.ones_like(param)
