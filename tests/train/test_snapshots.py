@@ -6,12 +6,8 @@ The oracle is the uninterrupted run: losses are equal at the same number of rank
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
-import subprocess
-import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,7 @@ import pytest
 import suites
 import torch
 
-from hwfsdp import EventLog, RankError, UsageError, checkpoint, launch
+from hwfsdp import RankError, UsageError, checkpoint, launch
 from hwfsdp.cli import main
 from hwfsdp.launcher import launch as launching
 from hwfsdp.launcher import worker
@@ -69,12 +65,11 @@ def test_saving_changes_no_loss_and_the_newest_saves_are_kept(blocking, dtype, t
     assert checkpoint.verify(tmp_path).tensors["state_dict['losses']"].shape == (CONFIG.steps,)
 
 
-@pytest.mark.parametrize(("after", "world_size"), [suites.long(1, 2), (5, 2), suites.long(8, 3)])
-def test_a_killed_run_goes_on_with_the_same_bits(after, world_size, tmp_path):
+def test_a_killed_run_goes_on_with_the_same_bits(tmp_path):
     config = saving(tmp_path, every=2, resume=True)
     with pytest.raises(RankError, match="SIGKILL"):
-        launch(train, world_size, config, "cpu", Interruption(after, "kill"), timeout=120)
-    assert losses_of(world_size, config) == uninterrupted(world_size)
+        launch(train, 2, config, "cpu", Interruption(5, "kill"), timeout=120)
+    assert losses_of(2, config) == uninterrupted(2)
 
 
 @pytest.mark.long
@@ -88,17 +83,6 @@ def test_a_run_goes_on_from_a_save_that_was_killed_before_it_counted(tmp_path):
     assert found.resumed_at == 4 and found.losses == uninterrupted(2)
 
 
-@pytest.mark.long
-def test_a_run_with_fewer_steps_left_than_requested_records_them(tmp_path, capsys):
-    arguments = ["train", "--ranks", "1", "--checkpoint", str(tmp_path / "x"), "--resume", *TINY]
-    trace = ["--trace", str(tmp_path / "trace.json")]
-    assert main([*arguments, "--steps", "3"]) == 0
-    assert main([*arguments, *trace, "--steps", "4"]) == 0
-    assert EventLog.load(tmp_path / "trace.json").summary()["step_us"]
-    assert main([*arguments, *trace, "--steps", "4"]) == 0
-    assert "no step was left to record" in capsys.readouterr().err
-
-
 def test_asked_to_stop_all_ranks_save_after_the_same_step(tmp_path):
     config = saving(tmp_path, every=100, resume=True)
     results = launch(train, 2, config, "cpu", Interruption(4, "ask"), timeout=120)
@@ -108,13 +92,12 @@ def test_asked_to_stop_all_ranks_save_after_the_same_step(tmp_path):
     assert results[0].losses == uninterrupted(2)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), suites.long(3, 1)])
-def test_at_another_world_size_a_run_goes_on_with_the_same_batches(before, after, tmp_path):
+def test_at_another_world_size_a_run_goes_on_with_the_same_batches(tmp_path):
     config = saving(tmp_path, resume=True)
-    losses_of(before, replace(config, steps=5))
-    found = launch(train, after, config, timeout=120)[0]
+    losses_of(2, replace(config, steps=5))
+    found = launch(train, 3, config, timeout=120)[0]
     assert found.resumed_at == 5
-    assert found.losses == pytest.approx(uninterrupted(before), abs=1e-5)
+    assert found.losses == pytest.approx(uninterrupted(2), abs=1e-5)
 
 
 OTHER = [
@@ -181,25 +164,6 @@ def test_a_damaged_checkpoint_stops_a_run_that_would_resume(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-1])
     assert main([*arguments, "--resume"]) == 1
     assert "00000.bin" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_the_command_stops_saves_and_goes_on_when_asked(tmp_path):
-    command = [sys.executable, "-m", "hwfsdp", "train", "--checkpoint", str(tmp_path / "x"), "--json", *TINY]
-    with subprocess.Popen(
-        [*command, "--steps", "100000", "--save-every", "2"], stdout=subprocess.PIPE, text=True
-    ) as process:
-        while not (tmp_path / "x" / "CURRENT").exists() and process.poll() is None:
-            threading.Event().wait(0.01)
-        process.terminate()
-        found = json.loads(process.communicate()[0])
-    assert process.returncode == 0 and found["stopped"]
-    steps = len(found["losses"])
-    again = [*command, "--steps", str(steps + 2), "--resume"]
-    went_on = json.loads(subprocess.run(again, capture_output=True, text=True, check=True).stdout)
-    assert went_on["resumed_at"] == steps and went_on["losses"][:steps] == found["losses"]
-    config = replace(CONFIG, steps=steps + 2)
-    assert went_on["losses"] == losses_of(2, config)
 
 
 def test_the_request_to_stop_ends_with_the_block():
