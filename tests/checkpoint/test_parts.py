@@ -736,7 +736,6 @@ def state_in(part: dict[Any, Any]) -> Any:
     return part["optimizer"][0][0]["state"]
 
 
-A = "state_dict['model'][0]['a']"
 M = "state_dict['optimizer'][0]['state'][0]['m']"
 SIZE = torch.Size([40])
 HEAD, ENTRIES = "expected version '2.0.0', and the number of parts; got ", "expected entries as in a part"
