@@ -61,6 +61,7 @@ CASES = {
     # since 2.15, gradients are reduced in the dtype of the parameters, fp32
     "convolution in bf16": Case(Convolution, 2, 4 if REDUCES_IN_GRAD_DTYPE else 2, {"mp_policy": ALL_BF16}),
     "stem, the root resharded too": Case(stem, options={"reshard_after_forward": True}),
+    "uneven, nothing resharded after forward": Case(uneven, options={"reshard_after_forward": False}),
     "stem, one group": Case(stem, how="root"),
 }
 REPLICATED = {

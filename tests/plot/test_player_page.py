@@ -507,14 +507,3 @@ def test_a_collective_begins_when_its_last_rank_joins_and_the_wait_names_this_ra
     busy = "state.log.doneIn(1, {0}.start, {0}.end, (e) => e.op === 'forward')"
     block = "state.log.events.find((e) => e.op === 'forward' && e.owner === 'blocks.1' && e.rank === 1)"
     assert tab.run(f"{busy.format(block)} === {block}")
-
-
-def test_ranks_of_a_hybrid_mesh_wait_only_for_ranks_of_their_group(tab: Tab) -> None:
-    of = "state.log.ranksOf({op: '%s', owner: 'g', rank: %d})"
-    tab.run("(() => { state.log.worldSize = 4; state.log.sizes.set('g', {shards: 2, replicas: 2}); })()")
-    assert [tab.run(of % ("all_gather", rank)) for rank in range(4)] == [0, 0, 1, 1]
-    assert [tab.run(of % ("all_reduce", rank)) for rank in range(4)] == [0, 1, 0, 1]
-    tab.run("state.log.worldSize = 8")  # the other ranks hold other parts: the log does not say which
-    assert tab.run(of % ("all_gather", 0)) is None
-    tab.run("state.log.sizes.get('g').shards = 8")
-    assert tab.run(of % ("all_gather", 5)) == "all"

@@ -236,15 +236,6 @@ def test_expected_values_are_dashed_lines_above_memory_that_stays_and_in_the_leg
     assert figure.axes[0].get_ylim()[1] > 22.0
 
 
-def test_several_logs_are_panels_on_the_same_axes_each_from_its_own_beginning() -> None:
-    late = EventLog([], {0: [replace(s, us=s.us + 7e3) for s in sampled({"sharded_param": MIB}).samples[0]]})
-    figure = plot_memory({"more": UP_AND_DOWN, "less": late})
-    more, less = figure.axes
-    assert more.get_xlim() == less.get_xlim() == (0.0, 4.0) and more.get_ylim() == less.get_ylim()
-    assert [text.get_text() for text in less.texts] == ["peak: 1.00 MiB at 0.00 ms", "less"]
-    assert_texts_are_apart_and_on_the_sheet(figure)
-
-
 def test_a_strip_says_when_the_rank_was_in_its_forward_its_backward_and_its_optimizer() -> None:
     spans = [(0, 900, "forward"), (900, 1800, "forward"), (2000, 4000, "backward"), (4500, 5000, "optimizer")]
     recomputed = event(9, "forward", "compute", 2500, 2600)
