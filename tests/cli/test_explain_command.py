@@ -138,12 +138,12 @@ def test_neighboring_groups_that_are_alike_in_everything_but_their_name_are_one(
 
 def test_the_folded_table_has_every_parameter_of_every_block_once_and_the_totals() -> None:
     rows = [row("top", "Root"), *(row(f"b.{n}.w", f"b.{n}") for n in range(9))]
-    text = Explanation(rows, ["left.out"], Totals(10, 160, 640, 1023, 2048)).folded_text()
+    text = Explanation(rows, ["left.out"], Totals(10, 160, 1024, 1023, 2048)).folded_text()
     lines = text.splitlines()
     assert [line.split()[0] for line in lines[2:6]] == ["Root", "top", "b.0", "w"]
     assert "not sharded: left.out" in lines
     assert lines[-2:] == [
-        "model      10 parameters, 160 elements, 640 B",
+        "model      10 parameters, 160 elements, 1.00 KiB",
         "this rank  1,023 B, and 2.00 KiB of padding",
     ]
 
