@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import suites
 import torch
 import torch.distributed as dist
 from faults import CURRENT, MANIFEST, Damage, chunks_in, emptied, error_of, exactly, folder_of
@@ -113,13 +114,14 @@ def flip(file: Path, byte: int, mask: int) -> None:
         opened.write(bytes([value ^ mask]))
 
 
-def test_a_flipped_bit_anywhere_is_found_or_harmless_and_its_place_is_named(path: Path) -> None:
+@pytest.mark.parametrize("every", [suites.long(1), 3])
+def test_a_flipped_bit_anywhere_is_found_or_harmless_and_its_place_is_named(path: Path, every: int) -> None:
     damage, folder = Damage(path, state_dict_of()), folder_of(path)
     flips = list(flips_of(path))
     chunks = {file.name: chunks_in(folder, file.name) for file in all_files(path)[2:]}
     assert len(flips) >= 400
     assert any(stop - start > 3 * BLOCK for of_file in chunks.values() for _, start, stop in of_file)
-    for file, byte, mask in flips[::4]:
+    for file, byte, mask in flips[::every]:
         flip(file, byte, mask)
         loaded, verified = damage.load(), damage.verify()
         flip(file, byte, mask)

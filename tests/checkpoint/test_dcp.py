@@ -398,13 +398,16 @@ def with_dtype(dtype: torch.dtype) -> Callable[[Any], None]:
 PARTS = "chunks that make up the shape (4, 3); got "
 LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a path above": (moved(relative_path="../c/__0_0.distcp"), "the path '../c/"),
+    "a path from the root": (moved(relative_path="/etc/passwd"), "the path '/"),
     "a file that is not there": (moved(relative_path="x"), "FileNotFoundError"),
     "a part behind the end": (moved(length=10**9), "an undamaged zip file"),
+    "a part before the beginning": (moved(offset=-1), "are no sizes"),
     "a part that is elsewhere": (moved(offset=7), "an undamaged zip file"),
     "another dtype": (with_dtype(torch.int32), "a tensor torch.int32 [4, 3]; got torch.float32 [4, 3]"),
     "chunks that overlap": (with_chunk((1, 1), (1, 1)), "which overlap"),
     "chunks with gaps": (lambda metadata: chunks_of(metadata).clear(), f"{PARTS}no chunk"),
     "a chunk outside": (with_chunk((3, 3), (2, 1)), PARTS),
+    "a chunk of other dims": (with_chunk((0,), (1,)), PARTS),
     "no places": (lambda metadata: metadata.storage_data.clear(), "where the part at"),
     "nothing at all": (lambda _: {"a": 1}, "got TypeError: a dict instead of DCP's Metadata"),
     "fields that are missing": (lambda m: delattr(m, "storage_data"), "a pickle of DCP's metadata"),
@@ -435,6 +438,7 @@ def test_metadata_that_wants_code_to_run_is_refused_by_name(tmp_path: Path) -> N
 
 NONE = {
     "empty": (b"", ""),
+    "short": (b"\x80\x04", ""),
     "zip": (b"PK", ""),
     "persistent": (b"Pid\n.", ""),
     "all memory": (b"\x80\x02]r" + (1 << 31).to_bytes(4, "little") + b".", ""),

@@ -12,6 +12,7 @@ import io
 import os
 import pickle
 import re
+import threading
 import weakref
 import zipfile
 from collections import OrderedDict, defaultdict
@@ -340,9 +341,15 @@ def a_part_that_rank_0_does_not_see_fails_all(directory: Path) -> None:
 @on_ranks
 def arguments_that_one_rank_alone_has_wrong_fail_all(directory: Path) -> None:
     good = {"a": numbered(3), "b": numbered(2)}
-    for bad in ({"a": numbered(3)}, {"a": numbered(3, dtype=torch.int32), "b": numbered(2)}):
+    for name, bad in {
+        "missing": {"a": numbered(3)},
+        "shape": {"a": numbered(4), "b": numbered(2)},
+        "dtype": {"a": numbered(3, dtype=torch.int32), "b": numbered(2)},
+        "order": {"b": numbered(2), "a": numbered(3)},
+    }.items():
         state = bad if is_last() else good
-        assert f"rank {size() - 1}" in raised(lambda: parts.save(directory / "c", state), UsageError)
+        text = raised(lambda: parts.save(directory / "c", state), UsageError)
+        assert name == "order" or f"rank {size() - 1}" in text, text
         assert names_in(directory) == []
     norm = nn.BatchNorm1d(3)  # only the module itself knows its buffers
     text = raised(lambda: parts.save(directory / "c", norm.state_dict() if is_last() else norm), UsageError)
@@ -454,7 +461,7 @@ def written(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-@pytest.mark.parametrize("count, omit_empty", [(1, True), (7, True), (7, False)])
+@pytest.mark.parametrize("count, omit_empty", [(1, True), (2, False), (7, True), (7, False)])
 def test_files_of_other_writers_are_loaded(tmp_path: Path, count: int, omit_empty: bool) -> None:
     model, optimizer = zoo_state()
     original_parts.write(
@@ -522,7 +529,7 @@ def test_options_are_torchs(written: Path) -> None:
 SAFE = "expected torch.load's weights_only=True, and no pickle_module"
 THREADS = "nthreads: expected how many parts to read at a time, 0 or more"
 OPTIONS = [({"weights_only": False}, SAFE), ({"pickle_module": pickle}, SAFE)]
-OPTIONS += [({"nthreads": number}, THREADS) for number in (-1, True)]
+OPTIONS += [({"nthreads": number}, THREADS) for number in (-1, 1.0, True)]
 
 
 @pytest.mark.parametrize("options, message", OPTIONS, ids=str)
@@ -531,6 +538,20 @@ def test_an_option_that_would_run_code_or_is_impossible_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         parts.load(written, **options)
+
+
+@pytest.mark.parametrize("nthreads", [0, 8])
+def test_each_part_is_read_once(written: Path, nthreads: int) -> None:
+    threads, read = set(), torch.load
+
+    def reading(*args: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread())
+        return read(*args, **options)
+
+    with mock.patch.object(torch, "load", side_effect=reading) as load:
+        parts.load(written, nthreads)
+    assert (threads == {threading.current_thread()}) == (nthreads == 0)
+    assert sorted(call.args[0].name for call in load.call_args_list) == names_in(written)
 
 
 # --- The tests: refused saves ------------------------------------------------------------------------------
@@ -544,7 +565,7 @@ def test_a_group_is_a_process_group(tmp_path: Path, group: Any) -> None:
     assert names_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("value", [defaultdict(list), lambda: 1], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("value", [defaultdict(list), lambda: 1, range(3)], ids=lambda v: type(v).__name__)
 def test_a_value_that_cannot_be_loaded_is_refused_by_its_key(tmp_path: Path, value: Any) -> None:
     for model, others, key in (
         ({"a": 1}, {"step": 1, "args": {"x": [0, value]}}, "['args']['x'][1]"),
@@ -590,7 +611,7 @@ REFUSED: list[tuple[Any, Any, Any, str]] = [  # model, optimizer, others, messag
     ({}, None, [("step", 1)], "others: expected a dict; got list"),
     *(
         ({}, None, {key: 1}, f"others[{key!r}]: expected a key that the format does not use")
-        for key in ("model", "__save_id__")
+        for key in ("model", "optimizer", "__nshards__", "__version__", "__save_id__")
     ),
 ]
 
@@ -691,8 +712,9 @@ def test_a_missing_part_is_named(written: Path) -> None:
     assert f"{written / 'PART_000.pt'}: expected at least one part; got no such file" in str(refusal(written))
 
 
-def test_a_stale_part_of_a_larger_world_is_named(written: Path) -> None:
-    stale = written / "PART_1000.pt"
+@pytest.mark.parametrize("rank", [2, 5, 1000])
+def test_a_stale_part_of_a_larger_world_is_named(written: Path, rank: int) -> None:
+    stale = written / f"PART_{rank:03d}.pt"
     stale.write_bytes((written / "PART_001.pt").read_bytes())
     assert f"{stale}: expected 2 parts" in str(refusal(written)) and "remove it" in str(refusal(written))
 
@@ -736,31 +758,44 @@ def state_in(part: dict[Any, Any]) -> Any:
     return part["optimizer"][0][0]["state"]
 
 
+A = "state_dict['model'][0]['a']"
 M = "state_dict['optimizer'][0]['state'][0]['m']"
 SIZE = torch.Size([40])
 HEAD, ENTRIES = "expected version '2.0.0', and the number of parts; got ", "expected entries as in a part"
 CROOKED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no dict": (lambda part: [part], HEAD),
+    "no version": (without_top("__version__"), HEAD),
     "version 3": (with_top(__version__="3.0.0"), f"{HEAD}{{'__version__': '3.0.0', "),
+    "version of no type": (with_top(__version__=numbered(2)), HEAD),
     "no count": (with_top(__nshards__=True), HEAD),
+    "count 0": (with_top(__nshards__=0), HEAD),
     "another count": (with_top(__nshards__=3), "__nshards__']: expected 2, as in"),
     "id of no type": (with_top(__save_id__=7), "['__save_id__']: expected "),
+    "model a dict": (with_top(model={}), "the number of models: expected 1, as in"),
     "no optimizer": (without_top("optimizer"), f"{ENTRIES}; got KeyError: 'optimizer'"),
+    "no pair": (with_top(model=[{}]), ENTRIES),
     "pair of lists": (with_top(model=[([], [])]), f"state_dict['model'][0]: {ENTRIES}"),
     "more models": (lambda part: part["model"].append(({}, {})), "the number of models: expected "),
+    "more optimizers": (lambda part: part["optimizer"].extend(part["optimizer"]), "number of optimizers: "),
     "state a list": (with_optimizer(state=[]), f"['state']: {ENTRIES}"),
+    "no groups": (with_optimizer(param_groups=None), f"['param_groups']: {ENTRIES}"),
     "no params": (with_optimizer(param_groups=[{}]), f"['param_groups']: {ENTRIES}"),
     "other params": (with_optimizer(param_groups=[{"params": [0]}]), "expected [[[0, 1, 2]]], as in "),
     "chunk key": (lambda part: part["optimizer"][0][1].update({0: (SIZE, numbered(9))}), ENTRIES),
+    "chunk alone": (lambda part: part["model"][0][1].update(a=numbered(20)), ENTRIES),
     "chunk a list": (with_chunk(SIZE, [1] * 20), ENTRIES),
     "sparse chunk": (with_chunk(SIZE, numbered(20).to_sparse()), ENTRIES),
     "negative size": (with_chunk((-40,), numbered(20)), f"{ENTRIES}; got ValueError: a chunk of (-40,)"),
+    "size of floats": (with_chunk((40.0,), numbered(20)), ENTRIES),
     "another size": (with_chunk(torch.Size([4, 10]), numbered(20)), "a chunk of (40,), torch.float32"),
+    "another dtype": (with_chunk(SIZE, numbered(20).int()), "got one of (40,), torch.int32"),
     "short chunk": (with_chunk(SIZE, numbered(19)), "40 elements in all parts, for shape (40,); got 39"),
     "no chunk of a state": (lambda part: part["optimizer"][0][1].pop((0, "m")) and None, f"{M}: expected "),
     "entry twice": (with_whole({"c": numbered(2)}), "expected the entry in one part only"),
+    "entry whole and cut": (with_whole({"a": numbered(40)}), f"{A}: expected "),
     "entry cut, and whole before": (with_chunk(torch.Size([2]), numbered(2), name="c"), "in one part only"),
     "state twice": (with_state({"step": 1}), "[0]['step']: expected "),
+    "state whole and cut": (with_state({"m": numbered(40)}), f"{M}: expected "),
     "state a value and a dict": (with_state(7), "expected a dict in every part or in none"),
 }
 
@@ -796,7 +831,9 @@ def test_a_file_of_another_kind_is_refused(written: Path) -> None:
     assert str(path) in str(refusal(written))
 
 
-@pytest.mark.parametrize("place", [lambda part, bomb: bomb, lambda part, bomb: part | {"x": bomb}])
+@pytest.mark.parametrize(
+    "place", [lambda part, bomb: bomb, lambda part, bomb: part | {"x": bomb}, lambda part, bomb: {bomb: 1}]
+)
 def test_code_in_a_part_is_refused_by_name_and_not_run(written: Path, place: Any) -> None:
     made = written.parent / "made"
     edit(written / "PART_001.pt", lambda part: place(part, Bomb(made)))
@@ -859,6 +896,8 @@ def test_extra_state_is_handed_over(tmp_path: Path, extra: Any) -> None:
         ([nn.Linear(2, 2)] * 2, None, "load_into's model: expected 1, as were saved; got 2"),
         (None, [], "load_into's optimizer: expected 1, as were saved; got 0"),
         (Remembering(2, 2), None, "got 1 missing in the checkpoint: '_extra_state'."),
+        (nn.Linear(3, 2), None, "state_dict['model'][0]['weight']: expected shape (2, 3)"),
+        (nn.Linear(2, 2, dtype=torch.float64), None, "['weight']: expected torch.float64, as in the state"),
         (5, None, "model[0]: expected a module"),
         (None, nn.Linear(2, 2), "optimizer[0]: expected an optimizer"),
         (None, adamw(nn.Linear(2, 2, bias=False)), "groups of [1] params, as the optimizer has; got [2]"),
@@ -901,3 +940,14 @@ def test_entries_are_dealt_out_evenly(sizes: list[int], count: int) -> None:
     for rank, load in enumerate(loads):  # a rank is ahead by at most its last entry
         smallest = min((sizes[i] for i in holders if holders[i] == rank), default=0)
         assert load - smallest <= min(loads)
+
+
+def test_the_part_with_the_buffers_gets_fewer_other_tensors() -> None:
+    state = {"buffer": numbered(20), "a": numbered(9), "b": numbered(8), "large": numbered(100)}
+    dealt = parts.divide({"model": [state], "optimizer": []}, {("model", 0, "buffer")}, 2, 100)
+    assert {path[2]: share.holder for path, share in dealt.items()} == {
+        "buffer": 0,
+        "a": 1,
+        "b": 1,
+        "large": None,
+    }

@@ -138,11 +138,13 @@ DEEP = b'{"format":"hwfsdp checkpoint","version":1,"x":' + b"[" * 100000
 # a way to damage a checkpoint, and words in the error
 FORGERIES: dict[str, tuple[Spoil, list[str]]] = {
     "a missing file": (lambda path: (folder_of(path) / "00001.bin").unlink(), ["00001.bin", "missing"]),
+    "a missing manifest": (lambda path: (folder_of(path) / MANIFEST).unlink(), [MANIFEST, "missing"]),
     "a missing save": (lambda path: shutil.rmtree(folder_of(path)), ["missing"]),
     "two files swapped": (swap_two_files, ["00000.bin", "00001"]),
     "a file of another save": (as_in_the_previous_save("00001.bin"), ["00001.bin", "hwfsdp data"]),
     "the manifest of another save": (as_in_the_previous_save(MANIFEST), [MANIFEST]),
     "a CURRENT for another manifest": (current_with(manifest_sha256="0" * 64), [MANIFEST, "CURRENT"]),
+    "a CURRENT of another version": (current_with(version=2), [CURRENT, "version 1", "version 2"]),
     "a CURRENT with more in it": (current_with(more=1), [CURRENT]),
     "a CURRENT that is a list": (lambda path: (path / CURRENT).write_bytes(b"[1, 2]\n"), [CURRENT]),
     "a CURRENT that is large": (lambda path: os.truncate(path / CURRENT, 5000), [CURRENT, "4096"]),
@@ -153,7 +155,9 @@ FORGERIES: dict[str, tuple[Spoil, list[str]]] = {
     "a manifest that is deep": (lambda path: seal_manifest(path, DEEP), [MANIFEST, "JSON"]),
     "a key that comes twice": (with_text(b'"version":1', b'"version":1,"version":1'), ["byte 43", "version"]),
     "NaN": (with_text(b'"at":64', b'"at":NaN'), ["nan"]),
+    "Infinity": (with_text(b'"value":0.5', b'"value":-Infinity'), [MANIFEST]),
     "a number with 5000 digits": (with_text(b'"at":64', b'"at":' + b"9" * 5000), [MANIFEST]),
+    "no UTF-8": (with_text(b'"text"', b'"\xff"'), [MANIFEST]),
     **{
         f"a CURRENT with {key}={value!r}": (current_with(**{key: value}), [CURRENT])
         for key, value in [
@@ -214,11 +218,14 @@ def with_container(path: list[Any], kind: Any) -> Edit:
 
 
 MANIFESTS: dict[str, tuple[Edit, list[str]]] = {
+    "another version": (at_top(version=7), ["version 1", "version 7"]),
     "a version that is a float": (at_top(version=1.0), ["version"]),
     "another format": (at_top(format="pickle"), ["format"]),
     "a hole in a tensor": (lambda tree: entry_of(tree, "a")["chunks"].pop(), [KEY_A, "12 of 24"]),
     "chunks that overlap": (in_chunk(1, offset=[1, 0]), [KEY_A, "overlap"]),
+    "a chunk twice": (with_chunk(), [KEY_A]),
     "a chunk outside": (in_chunk(1, offset=[3, 0]), [KEY_A, "outside", "[4, 6]"]),
+    "a chunk of one dim": (in_chunk(offset=[0], shape=[12]), [KEY_A, "1 dims", "2"]),
     "an offset of one dim": (in_chunk(offset=[0]), [KEY_A]),
     "an empty chunk": (with_chunk(shape=[0, 6], crc32=[]), [KEY_A]),
     "chunks in one place": (in_chunk(1, file=0, at=64), [KEY_A, "00000.bin"]),
@@ -226,15 +233,22 @@ MANIFESTS: dict[str, tuple[Edit, list[str]]] = {
     "a chunk after the end": (in_chunk(at=1 << 40), ["00000.bin", "are taken"]),
     "a chunk at an odd byte": (in_chunk(at=65), [KEY_A, "65"]),
     "a chunk in no file": (in_chunk(file=2), [KEY_A, "2"]),
+    "a chunk in file True": (in_chunk(1, file=True), ["True"]),
     "a file with a gap at its end": (in_file(bytes=8 << 40), ["00000.bin", "are used"]),
     "no checksum": (in_chunk(crc32=[]), [KEY_A, "0 checksums"]),
+    "two checksums": (in_chunk(crc32=["00000000"] * 2), [KEY_A, "2 checksums"]),
     "an entry twice": (lambda tree: tree["entries"].append(entry_of(tree, "a")), ["as a save writes it"]),
+    "an entry under a leaf": (with_entry(["a", "x"]), [KEY_A]),
     "an entry in no container": (with_entry(["x", "y"]), ["['x']"]),
     "an entry that is a container": (with_entry(["nested"]), []),
+    "an entry that is everything": (with_entry([]), []),
     "no outermost container": (lambda tree: tree["containers"].remove([[], "dict"]), []),
+    "an outermost list": (lambda tree: tree["containers"].__setitem__(0, [[], "list"]), []),
     "an unknown kind": (with_container(["set"], "set"), ["'set'"]),
+    "another dtype": (in_a(dtype="float64"), []),
     "another shape": (in_a(shape=[6, 4]), [KEY_A]),
     "the same as nothing": (the_same_as(["x"]), ["['t']", "['x']"]),
+    "the same as itself": (the_same_as(["t"]), ["['t']"]),
     "the same as another dtype": (the_same_as(["a"], "float64"), ["['t']", KEY_A]),
     "the same as a value": (the_same_as(["nested", "lr"]), ["['t']"]),
 }
@@ -380,14 +394,19 @@ def inference_tensor() -> Tensor:
 KEY_NESTED, KEY_LIST = "state_dict['nested']", "state_dict['nested']['list']"
 MISFITS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a shape": (lambda: target_with(a=torch.zeros(6, 4)), [KEY_A, "(6, 4)", "(4, 6)"]),
+    "one row": (lambda: target_with(a=torch.zeros(1, 6)), [KEY_A, "(1, 6)", "(4, 6)"]),
+    "no dims": (lambda: target_with(a=torch.tensor(0.0)), [KEY_A, "()", "(4, 6)"]),
     "a missing key": (lambda: without("a"), [KEY_A, "1 only in the checkpoint"]),
     "a missing container": (lambda: without("nested"), [KEY_NESTED, "4 only in the checkpoint"]),
     "an unexpected key": (lambda: target_with(x=1), ["state_dict['x']", "1 missing in the checkpoint"]),
     "a str for an int": (lambda: in_nested(**{"0": torch.zeros(3)}), [f"{KEY_NESTED}['0']", "1 missing"]),
     "a number for a tensor": (lambda: target_with(a=1.0), [KEY_A, "float", "(4, 6)"]),
     "a tensor for a number": (lambda: in_nested(lr=torch.ones(())), [f"{KEY_NESTED}['lr']", "tensor", "0.5"]),
+    "a dict for a tensor": (lambda: target_with(a={"x": 1}), [f"{KEY_A}['x']", "1 missing"]),
     "a tensor for a dict": (lambda: target_with(nested=torch.zeros(3)), [KEY_NESTED, "1 missing", "4 only"]),
     "an empty dict for a list": (lambda: in_nested(list={}), [f"{KEY_LIST}[0]", "2 only"]),
+    "a list for a dict": (lambda: target_with(nested=[1, 2]), [f"{KEY_NESTED}[1]", "1 missing", "3 only"]),
+    "a short list": (lambda: in_nested(list=[1]), [f"{KEY_LIST}[1]", "1 only"]),
     "meta": (lambda: target_with(a=torch.zeros(4, 7, device="meta")), [KEY_A, "(4, 7)", "(4, 6)"]),
     "expanded": (lambda: target_with(a=torch.zeros(1, 6).expand(4, 6)), [KEY_A, "expanded"]),
     "read-only": (
@@ -448,10 +467,14 @@ class Odd:
 KEY_X = "state_dict['x']"
 UNSAVABLE: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a bool key": (lambda: {"x": {True: 1}}, [f"{KEY_X}[True]", "str or int", "bool"]),
+    "a bad key above": (lambda: {"x": {None: {"y": 1}}}, [f"{KEY_X}[None]", "str or int", "NoneType"]),
     "a numpy key": (lambda: {np.int64(3): 1}, ["str or int", "int64"]),
     "a cycle": (cyclic, ["state_dict['x']['y']", "state_dict"]),
     "an object": (lambda: {"x": Odd()}, [KEY_X, "Odd"]),
+    "a class": (lambda: {"x": Odd}, [KEY_X, "type"]),
     "an enum": (lambda: {"x": enum.IntEnum("Color", "RED").RED}, [KEY_X, "Color"]),
+    "a range": (lambda: {"x": range(3)}, [KEY_X, "range"]),
+    "a numpy number": (lambda: {"x": np.float32(1)}, [KEY_X, "float32"]),
     "a numpy array": (lambda: {"x": np.ones((3, 3))}, [KEY_X, "ndarray"]),
     "a number of 5000 digits": (lambda: {"x": 10**5000}, [KEY_X, "int"]),
     "sparse": (lambda: {"x": torch.ones(3).to_sparse()}, [KEY_X, "sparse", "to_dense"]),
