@@ -27,11 +27,10 @@ from collective_drawing import plot_collective
 from hwfsdp.compat import strided_shard
 from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.launcher.launch import launch
-from hwfsdp.layout.explain import Explanation, explain
 from hwfsdp.observe import accounting
 from hwfsdp.observe.accounting import GroupSizes
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.plot import loss, memory, parameters, scaling, timeline
+from hwfsdp.plot import loss, memory, scaling, timeline
 from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
 from hwfsdp.train.compared_runs import group_sizes
 from hwfsdp.train.loop import TrainConfig, build_model, shard_model, train
@@ -51,11 +50,10 @@ class Sight:
     """The observations of one rank of four.
 
     Attributes:
-        explanation, parameters: the explanation and the layout of the model, sharded over all four ranks.
+        parameters: the layout of the model, sharded over all four ranks.
         exchanged: collective → the rank's tensor before and after it.
     """
 
-    explanation: Explanation
     parameters: list[LaidOut]
     exchanged: dict[str, tuple[Tensor, Tensor]]
 
@@ -111,7 +109,7 @@ def _model(**options: Any) -> GPT:
 def _look() -> Sight:
     model = _model()
     exchanged = {op: _exchange(op) for op in COLLECTIVES}
-    return Sight(explain(model), laid_out(model), exchanged)
+    return Sight(laid_out(model), exchanged)
 
 
 def _exchange(op: str) -> tuple[Tensor, Tensor]:
@@ -192,7 +190,6 @@ PICTURES: dict[str, Callable[[Runs], Figure]] = {
     **{op: partial(_collective, op) for op in COLLECTIVES},
     "loss": lambda runs: loss.plot_losses(runs.losses),
     "scaling": _scaling,
-    "parameters": lambda runs: parameters.plot_parameters(runs.sights[0].explanation),
 }
 
 

@@ -29,7 +29,7 @@ MAY: dict[str, set[str]] = {  # folder → the folders that it may import, besid
     "interop": BASE | {"features"},
     "optim": BASE,
     "observe": INSTRUMENTS,
-    "layout": BASE | {"features"},
+    "layout": BASE | {"features", "observe"},
     "launcher": BASE | {"comm", "observe"},
     "checkpoint": BASE | {"features", "layout"},
     "train": PAPER,

@@ -23,12 +23,8 @@ from hwfsdp.virtual.run import report, sweep_report
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Print the table. With `--png`, draw it, too."""
+    """Print the table."""
     found = explain_on_paper(find_builder(args.model), args.ranks, args.rank, args.wrap)
-    if args.png is not None:
-        from hwfsdp.plot.parameters import plot_parameters
-
-        plot_parameters(found.explanation).savefig(args.png, format="png")
     about = {"model": args.model, "ranks": args.ranks, "rank": args.rank, "wrapped": found.wrapped}
     return answer(args, {**about, **found.explanation.as_dict()}, _report(found, args))
 
@@ -38,7 +34,7 @@ def _report(found: Blueprint, args: argparse.Namespace) -> str:
     explanation = found.explanation
     head = f"{args.model} over {ranks}, as rank {args.rank} has it; {_groups(found.wrapped)}"
     table = str(explanation) if args.all else explanation.folded_text()
-    return "\n".join([head, "", table, *([f"Picture: {args.png}"] if args.png else [])])
+    return "\n".join([head, "", table])
 
 
 def _groups(wrapped: list[str]) -> str:

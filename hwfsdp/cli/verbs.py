@@ -202,7 +202,6 @@ def _explain(verbs: Verbs) -> None:
     add("--wrap", metavar="CLASS", nargs="+", help=wrap)
     add("--all", action="store_true", help="list every group, even if groups are equal")
     _json(add)
-    add("--png", metavar="FILE", type=Path, help="also draw the table")
 
 
 def _simulate(verbs: Verbs) -> None:

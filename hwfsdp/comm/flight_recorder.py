@@ -130,16 +130,8 @@ class _Ring:
         with suppress(KeyError, OSError, ValueError), open(os.environ[PATH], "r+b") as file:
             self.memory, self.is_collected = mmap.mmap(file.fileno(), SIZE), True
 
-    def add(
-        self,
-        op: str,
-        owner: str | None,
-        group: dist.ProcessGroup | None,
-        dtype: str,
-        nbytes: int,
-        apart: bool,
-    ) -> Note:
-        """Note a call. `begin` explains the arguments."""
+    def add(self, what: str, is_users: bool, group: dist.ProcessGroup | None, apart: bool) -> Note:
+        """Note a call: `what` is its op, dtype, bytes and owner. `begin` explains the other arguments."""
         group = group or dist.group.WORLD
         assert group is not None, "no process group"
         with self._lock:  # other threads may call in other process groups
@@ -148,7 +140,7 @@ class _Ring:
                 track = self._tracks[id(group), apart] = _Track(group, apart)
             track.called = called = track.called + 1
             self.serial = serial = self.serial + 1
-        text = f"w{serial} {called} {int(owner is None)} {track.label} {op} {dtype} {nbytes} {owner or ''}"
+        text = f"w{serial} {called} {int(is_users)} {track.label} {what}"
         at = serial % SLOTS * SLOT
         self.memory[at : at + SLOT] = text.encode()[:SLOT].ljust(SLOT, b"\0")
         return Note(self, serial)
@@ -179,7 +171,8 @@ def begin(
         nbytes: bytes of the whole tensor: the output of an all-gather, or the input of a reduce-scatter.
         apart: True for a call that belongs to no step. It is not counted among the collectives of the group.
     """
-    return (_ring or _start()).add(op, owner, group, _dtype_name(dtype), nbytes, apart)
+    what = f"{op} {_dtype_name(dtype)} {nbytes} {owner or ''}"
+    return (_ring or _start()).add(what, owner is None, group, apart)
 
 
 def _start() -> _Ring:

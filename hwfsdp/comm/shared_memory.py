@@ -68,17 +68,16 @@ class Transfer(dist.Work):
     """A collective in flight. `wait` finishes it.
 
     Args:
-        read: reads the parts of the other ranks.
-        is_over: called when this rank needs nothing more: it has read all parts, or the collective failed.
-        is_dropped: called if nobody will wait, because the caller has dropped this object.
+        number: of the collective in the group of `neighbors`. read: reads the parts of the other ranks.
+        acknowledge: True to tell the others at once that this rank has read everything (`Neighbors.over`).
     """
 
     def __init__(
-        self, read: Callable[[], None], is_over: Callable[[], None], is_dropped: Callable[[], None]
+        self, neighbors: Neighbors, number: int, read: Callable[[], None], acknowledge: bool = False
     ) -> None:
         super().__init__()
+        self._neighbors, self._number, self._acknowledge = neighbors, number, acknowledge
         self._read: Callable[[], None] | None = read
-        self._is_over, self._is_dropped = is_over, is_dropped
         self._future: torch.futures.Future[None] | None = None
         self._error: BaseException | None = None
 
@@ -93,15 +92,15 @@ class Transfer(dist.Work):
             raise self._error
         if self._read is not None:
             read, self._read = self._read, None
-            try:
-                # The tensors may have been made in inference mode, even if the caller is outside of it now.
-                with torch.inference_mode():
+            # The tensors may have been made in inference mode, even if the caller is outside of it now.
+            with self._neighbors.lock, torch.inference_mode():
+                try:
                     read()
-            except BaseException as error:
-                self._error = error
-                raise
-            finally:
-                self._is_over()
+                except BaseException as error:
+                    self._error = error
+                    raise
+                finally:  # this rank needs nothing more
+                    self._neighbors.over(self._number, self._acknowledge)
             if self._future is not None:
                 self._future.set_result(None)
         return True
@@ -113,7 +112,7 @@ class Transfer(dist.Work):
 
     def __del__(self) -> None:
         if self._read is not None:
-            self._is_dropped()
+            self._neighbors.drop(self._number)
 
 
 def over(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
@@ -242,7 +241,7 @@ class Neighbors:
         timeout: the most seconds to wait for another rank.
 
     Attributes:
-        read_by_all: all other ranks have read all collectives up to this number.
+        read_by_all: all other ranks have read all collectives up to this number. lock: see Note [Threads].
     """
 
     def __init__(
@@ -257,7 +256,7 @@ class Neighbors:
         self._issued = 0  # number of the last collective
         self._unread: dict[int, None] = {}  # numbers of the collectives in flight, in order
         self._looks = _LOOKS if self.size <= (os.cpu_count() or 1) else 0
-        self._lock = threading.Lock()  # Note [Threads]
+        self.lock = threading.Lock()
         self._dropped: deque[int] = deque()  # numbers of collectives for which nobody will wait
 
     @property
@@ -278,7 +277,7 @@ class Neighbors:
             for peer in self._sockets:
                 rows[peer].copy_(self._part(peer, number, call, member, nbytes, 0, rows[peer]))
 
-        return self._transfer(read, number)
+        return Transfer(self, number, read)
 
     def reduce_scatter(self, output: Tensor, input: Tensor, mean: bool) -> Transfer:
         call, nbytes = _code(2 if mean else 1, input.dtype), input.nbytes
@@ -300,24 +299,7 @@ class Neighbors:
             if mean:
                 output.div_(self.size)
 
-        return self._transfer(read, number, acknowledge=True)
-
-    def _transfer(self, read: Callable[[], None], number: int, acknowledge: bool = False) -> Transfer:
-        """Return the transfer of collective `number`. Its methods do their work while no other thread uses this group."""
-
-        def locked() -> None:
-            with self._lock:
-                read()
-
-        def over() -> None:
-            with self._lock:
-                self._over(number, acknowledge)
-
-        def dropped() -> None:
-            self._dropped.append(number)
-            self.catch_up()
-
-        return Transfer(locked, over, dropped)
+        return Transfer(self, number, read, acknowledge=True)
 
     def _sums(self, output: Tensor) -> list[tuple[int, int, int]]:
         """Return (begin, end, last): add output[begin:end] in the order that ends with rank `last` (Note [The order of a sum])."""
@@ -363,7 +345,7 @@ class Neighbors:
             input = allocate(input.shape, input.dtype).copy_(input)
             place = _pool.find(input)
             assert place is not None, "what was just allocated is in no block"
-        with self._lock:
+        with self.lock:
             self._note_dropped()
             self._issued += 1
             number, (index, offset) = self._issued, place
@@ -383,8 +365,8 @@ class Neighbors:
         """Return the number up to which this rank has read all collectives."""
         return next(iter(self._unread), self._issued + 1) - 1
 
-    def _over(self, number: int, acknowledge: bool = False) -> None:
-        """Note that this rank needs nothing more for a collective.
+    def over(self, number: int, acknowledge: bool = False) -> None:
+        """Note that this rank needs nothing more for a collective. The caller holds the lock.
 
         The next record tells this to the others. After the last reduction of a backward, there may be no record for a long time.
         So with `acknowledge`, if no collective is in flight, this rank tells the others at once.
@@ -398,10 +380,15 @@ class Neighbors:
                 with contextlib.suppress(RuntimeError):  # the peer is gone, and its memory with it
                     self._send(peer, record, None)
 
+    def drop(self, number: int) -> None:
+        """Note that nobody will wait for a collective: now, or later if a thread is using this group."""
+        self._dropped.append(number)
+        self.catch_up()
+
     def _note_dropped(self) -> None:
         """Note that nobody will wait for the collectives that were dropped meanwhile."""
         while self._dropped:
-            self._over(self._dropped.popleft(), acknowledge=True)
+            self.over(self._dropped.popleft(), acknowledge=True)
 
     def _send(self, peer: int, record: bytes, file: int | None) -> None:
         connection = self._sockets[peer]
@@ -431,13 +418,13 @@ class Neighbors:
 
         A rank that has left counts as if it had read everything.
         """
-        if self._lock.acquire(blocking=False):
+        if self.lock.acquire(blocking=False):
             try:
                 self._note_dropped()
                 while self._hear(0):
                     pass
             finally:
-                self._lock.release()
+                self.lock.release()
 
     def _hear(self, timeout: float, room_for: int | None = None) -> bool:
         """Receive one record from every rank that has sent one. Wait for a record, or for room to send to rank `room_for`.

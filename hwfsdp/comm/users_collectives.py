@@ -25,39 +25,11 @@ from hwfsdp.comm import flight_recorder
 from hwfsdp.comm.flight_recorder import Note, State
 from hwfsdp.comm.group_identity import here
 
-# op → names of its methods, and the place of the argument whose bytes count
-_METHODS: dict[str, tuple[tuple[str, ...], int]] = {
-    "all_reduce": (("allreduce", "allreduce_coalesced"), 0),
-    "broadcast": (("broadcast",), 0),
-    "reduce": (("reduce",), 0),
-    "all_gather": (
-        (
-            "allgather",
-            "_allgather_base",
-            "all_gather_single",
-            "allgather_coalesced",
-            "allgather_into_tensor_coalesced",
-            "all_gather_single_coalesced",
-        ),
-        0,
-    ),
-    "gather": (("gather",), 1),
-    "scatter": (("scatter",), 0),
-    "reduce_scatter": (
-        (
-            "reduce_scatter",
-            "_reduce_scatter_base",
-            "reduce_scatter_single",
-            "reduce_scatter_tensor_coalesced",
-            "reduce_scatter_single_coalesced",
-        ),
-        1,
-    ),
-    "all_to_all": (("alltoall_base", "all_to_all_single", "alltoall"), 1),
-    "barrier": (("barrier", "monitored_barrier"), 0),
-    "send": (("send",), 0),
-    "recv": (("recv", "recv_anysource"), 0),
-}
+_OPS = (
+    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "reduce", "broadcast"),
+    *("gather", "scatter", "barrier", "send", "recv"),
+)
+_SECOND = ("gather", "reduce_scatter", "all_to_all")  # the bytes of their second argument count
 _BETWEEN_TWO = {"send": "to", "recv": "from"}
 _PASSED_THROUGH = ("torch.", "hwfsdp.observe.", "hwfsdp.comm.")
 YOURS = " (yours)"
@@ -96,17 +68,32 @@ class _Wait(NamedTuple):
             text += f" in ranks {dist.get_process_group_ranks(self.group)}"
         return text + (f" ({self.function})" if self.function not in ("", self.op) else "")
 
+    def __enter__(self) -> None:
+        """Note that this thread waits in this call, unless the call is inside a call of FSDP."""
+        flight_recorder.waiting.setdefault(threading.get_ident(), self)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if flight_recorder.waiting.get(threading.get_ident()) is self:
+            del flight_recorder.waiting[threading.get_ident()]
+        if error is not None and self.note is not None:
+            self.note.mark(State.FAILED)
+
 
 _works: WeakKeyDictionary[Any, _Wait] = WeakKeyDictionary()
 
 
 def note_from_now_on() -> None:
     """Put the wrappers in place, for the rest of this process."""
-    for op, (names, whole) in _METHODS.items():
-        for name in names:
-            if method := getattr(dist.ProcessGroup, name, None):
-                setattr(dist.ProcessGroup, name, _watched(method, op, whole))
+    for name, method in list(vars(dist.ProcessGroup).items()):
+        if op := _op_of(name):
+            setattr(dist.ProcessGroup, name, _watched(method, op, whole=int(op in _SECOND)))
     setattr(dist.Work, "wait", _watched_wait(dist.Work.wait))
+
+
+def _op_of(method: str) -> str:
+    """Return the op of a method of the process group: "all_gather" for "_allgather_base". "" for all other methods."""
+    flat = method.replace("_", "").removeprefix("monitored")
+    return next((op for op in _OPS if flat.startswith(op.replace("_", ""))), "")
 
 
 def waits_and_lines() -> list[str]:
@@ -121,7 +108,7 @@ def _watched(method: Callable[..., Any], op: str, whole: int) -> Callable[..., A
         if here.issuing is not None:
             return method(group, *args, **kwargs)
         wait = _describe(group, op, args, tensors_in(args[whole : whole + 1]))
-        with _Waiting(wait):
+        with wait:
             work = method(group, *args, **kwargs)
         is_open = isinstance(work, dist.Work)
         if is_open:
@@ -139,7 +126,7 @@ def _watched_wait(original: Callable[..., Any]) -> Callable[..., Any]:
         known = _works.get(work)
         if known is None:
             return original(work, *args, **kwargs)
-        with _Waiting(known):
+        with known:
             if known.note:
                 known.note.mark(State.WAIT)
             result = original(work, *args, **kwargs)
@@ -148,24 +135,6 @@ def _watched_wait(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return wait
-
-
-class _Waiting:
-    """A block in which this thread waits, unless it is inside a call of FSDP. If the wait fails, the note says so."""
-
-    __slots__ = ("_wait",)
-
-    def __init__(self, wait: _Wait) -> None:
-        self._wait = wait
-
-    def __enter__(self) -> None:
-        flight_recorder.waiting.setdefault(threading.get_ident(), self._wait)
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if flight_recorder.waiting.get(threading.get_ident()) is self._wait:
-            del flight_recorder.waiting[threading.get_ident()]
-        if error is not None and self._wait.note is not None:
-            self._wait.note.mark(State.FAILED)
 
 
 def _describe(group: dist.ProcessGroup, op: str, args: tuple[Any, ...], whole: list[Tensor]) -> _Wait:

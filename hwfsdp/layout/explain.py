@@ -21,6 +21,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.layout.extents import compute_local_shape_and_global_offset
 from hwfsdp.layout.shard_on_meta import find_blocks, find_classes, on_paper
+from hwfsdp.observe.tables import format_bytes
 
 _HEAD = ("parameter", "group", "shape", "dtype", "placement", "rows here", "padding")
 _FOLDED_HEAD = ("group, parameter", *_HEAD[2:])
@@ -151,20 +152,9 @@ def _cells(row: ParamRow) -> tuple[str, ...]:
 
 def _totals_in_words(totals: Totals) -> list[str]:
     return [
-        f"model      {totals.parameters:,} parameters, {totals.elements:,} elements, {_in_units(totals.bytes)}",
-        f"this rank  {_in_units(totals.rank_bytes)}, and {_in_units(totals.padding_bytes)} of padding",
+        f"model      {totals.parameters:,} parameters, {totals.elements:,} elements, {format_bytes(totals.bytes)}",
+        f"this rank  {format_bytes(totals.rank_bytes)}, and {format_bytes(totals.padding_bytes)} of padding",
     ]
-
-
-def _in_units(nbytes: int) -> str:
-    """Format bytes for people: the exact number below a KiB, else about three digits."""
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    digits = 0 if size >= 100 else 1 if size >= 10 else 2
-    return f"{nbytes:,} B" if unit == "B" else f"{size:,.{digits}f} {unit}"
 
 
 def explain(model: nn.Module) -> Explanation:

@@ -125,13 +125,28 @@ def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -
     Raises:
         UsageError: no order of cuts makes that number of pieces.
     """
-    orders: defaultdict[int, list[int]] = defaultdict(list)
+    cuts = _cuts_of(mesh_shape, placements)
+    return {dim: [mesh_dim for mesh_dim, _ in order if mesh_dim is not None] for dim, order in cuts.items()}
+
+
+def _cuts_of(
+    mesh_shape: Sequence[int], placements: Sequence[Placement], striped: bool = False
+) -> dict[int, list[tuple[int | None, int]]]:
+    """Return the cuts of each tensor dim in their order: mesh dims and their sizes.
+
+    With `striped`, the mesh dim is None for pieces that no mesh dim makes, as many as a strided shard still needs when all mesh dims
+    on its right have cut (Note [Stripes]).
+    """
+    orders: defaultdict[int, list[tuple[int | None, int]]] = defaultdict(list)
     for mesh_dim, placement in reversed(list(enumerate(placements))):
         if not isinstance(placement, SHARDS):
             continue
         order = orders[placement.dim]
         factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
-        pieces = list(accumulate((mesh_shape[i] for i in order), mul, initial=1))
+        pieces = list(accumulate((parts for _, parts in order), mul, initial=1))
+        if striped and factor not in pieces and factor % pieces[-1] == 0:
+            order.append((None, factor // pieces[-1]))
+            pieces.append(factor)
         if factor not in pieces:
             raise RuntimeRefusedError(
                 f"{placement} on dim {mesh_dim} of the mesh {tuple(mesh_shape)}",
@@ -139,7 +154,7 @@ def orders_of_cuts(mesh_shape: Sequence[int], placements: Sequence[Placement]) -
                 got=str(factor),
                 remedy="Multiply the sizes of those mesh dims on its right that cut this tensor dim before it.",
             )
-        order.insert(pieces.index(factor), mesh_dim)
+        order.insert(pieces.index(factor), (mesh_dim, mesh_shape[mesh_dim]))
     return orders
 
 
@@ -225,8 +240,11 @@ def held_extent(
     coordinate: Sequence[int],
 ) -> LocalExtent:
     """Return what `local_extent_of` returns. If the rank holds stripes, return their joined shape, and the offset of the first one."""
-    extent_of = joined_extent if are_striped(mesh_shape, placements) else local_extent_of
-    return LocalExtent(*extent_of(global_shape, mesh_shape, placements, coordinate))
+    if not are_striped(mesh_shape, placements):
+        return local_extent_of(global_shape, mesh_shape, placements, coordinate)
+    runs = _runs_of(global_shape, mesh_shape, placements, coordinate)
+    offset = tuple(of_dim[0][0] if of_dim else size for of_dim, size in zip(runs, global_shape))
+    return LocalExtent(tuple(sum(length for _, length in of_dim) for of_dim in runs), offset)
 
 
 def compute_local_shape_and_global_offset(
@@ -445,10 +463,10 @@ class Stripe(NamedTuple):
 
 def are_striped(mesh_shape: Sequence[int], placements: Sequence[Placement]) -> bool:
     """True if a rank may hold several boxes of a tensor: no cuts make the pieces of a strided shard (Note [Stripes])."""
-    if not any(isinstance(placement, StridedShard) for placement in placements):
+    if len(placements) != len(mesh_shape) or not any(isinstance(each, StridedShard) for each in placements):
         return False
-    orders = _orders_with_pieces(mesh_shape, placements, 0) or {}
-    return any(mesh_dim is None for order in orders.values() for mesh_dim, _ in order)
+    cuts = _cuts_of(mesh_shape, placements, striped=True)
+    return any(mesh_dim is None for order in cuts.values() for mesh_dim, _ in order)
 
 
 def stripes_of(
@@ -467,54 +485,17 @@ def stripes_of(
     return stripes
 
 
-def joined_extent(
-    global_shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    placements: Sequence[Placement],
-    coordinate: Sequence[int],
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of all stripes of a rank together, and the offset of the first one. The placements are striped."""
-    runs = _runs_of(global_shape, mesh_shape, placements, coordinate)
-    offset = tuple(of_dim[0][0] if of_dim else size for of_dim, size in zip(runs, global_shape))
-    return tuple(sum(length for _, length in of_dim) for of_dim in runs), offset
-
-
 def _runs_of(
     global_shape: Sequence[int],
     mesh_shape: Sequence[int],
     placements: Sequence[Placement],
     coordinate: Sequence[int],
 ) -> Runs:
-    orders = _orders_with_pieces(mesh_shape, placements, len(global_shape))
-    assert orders is not None
     runs = [[(0, size)] for size in global_shape]
-    for dim, order in orders.items():
+    cuts = _cuts_of(mesh_shape, _normalized(placements, len(global_shape)), striped=True)
+    for dim, order in cuts.items():
         for mesh_dim, parts in order:
             indices = range(parts) if mesh_dim is None else [coordinate[mesh_dim]]
             chunks = [(start, chunk_extent(size, parts, i)) for start, size in runs[dim] for i in indices]
             runs[dim] = [(start + begin, length) for start, (begin, length) in chunks if length]
     return runs
-
-
-def _orders_with_pieces(
-    mesh_shape: Sequence[int], placements: Sequence[Placement], ndim: int
-) -> dict[int, list[tuple[int | None, int]]] | None:
-    """Return the cuts of each tensor dim in their order, as `orders_of_cuts` does: mesh dims and their sizes; None if there is no order.
-
-    The mesh dim is None for pieces that no mesh dim makes, as many as a strided shard still needs when all on its right have cut.
-    Dims may be counted from the end of `ndim` dims.
-    """
-    orders: defaultdict[int, list[tuple[int | None, int]]] = defaultdict(list)
-    for mesh_dim, placement in reversed(list(enumerate(placements))):
-        if not isinstance(placement, StridedShard | Shard):
-            continue
-        order = orders[placement.dim + ndim if placement.dim < 0 else placement.dim]
-        factor = int(getattr(placement, "split_factor", 1))
-        pieces = list(accumulate((parts for _, parts in order), mul, initial=1))
-        if factor not in pieces and factor % pieces[-1] == 0:
-            order.append((None, factor // pieces[-1]))
-            pieces.append(factor)
-        if factor not in pieces or mesh_dim >= len(mesh_shape):
-            return None
-        order.insert(pieces.index(factor), (mesh_dim, mesh_shape[mesh_dim]))
-    return orders

@@ -44,48 +44,45 @@ class _Collective(NamedTuple):
     """The meaning of the arguments of a collective.
 
     Attributes:
-        op: the name to log. reads, writes: names of the arguments that it reads and writes. whole: name of the argument whose
-            bytes count.
+        op: the name to log. reads, writes: names of the arguments that it reads and writes.
         kinds: the kinds of memory that it reads and writes, if the ledger should count them.
     """
 
     op: str
     reads: str
     writes: str
-    whole: str
     kinds: tuple[str, str] = ("", "")
 
+    @property
+    def whole(self) -> str:
+        """Return the name of the argument whose bytes count."""
+        return self.writes if self.op in ("all_gather", "scatter", "recv") else self.reads
 
-_GATHER = _Collective(
-    "all_gather", "input_tensor", "output_tensor", "output_tensor", ("", "all_gather_buffer")
-)
-_SCATTER = _Collective(
-    "reduce_scatter", "input", "output", "input", ("reduce_scatter_buffer", "sharded_grad")
-)
+
+_GATHER = _Collective("all_gather", "input_tensor", "output_tensor", ("", "all_gather_buffer"))
+_SCATTER = _Collective("reduce_scatter", "input", "output", ("reduce_scatter_buffer", "sharded_grad"))
 _WATCHED = {
     "all_gather_single": _GATHER,
     "all_gather_into_tensor": _GATHER,
-    "all_gather": _Collective("all_gather", "tensor", "tensor_list", "tensor_list"),
+    "all_gather": _Collective("all_gather", "tensor", "tensor_list"),
     "reduce_scatter_single": _SCATTER,
     "reduce_scatter_tensor": _SCATTER,
-    "reduce_scatter": _Collective("reduce_scatter", "input_list", "output", "input_list"),
-    "all_reduce": _Collective("all_reduce", "tensor", "tensor", "tensor"),
-    "broadcast": _Collective("broadcast", "tensor", "tensor", "tensor"),
-    "all_to_all_single": _Collective("all_to_all", "input", "output", "input"),
-    "all_to_all": _Collective("all_to_all", "input_tensor_list", "output_tensor_list", "input_tensor_list"),
-    "all_gather_coalesced": _Collective(
-        "all_gather", "input_tensor_list", "output_tensor_lists", "output_tensor_lists"
-    ),
-    "all_reduce_coalesced": _Collective("all_reduce", "tensors", "tensors", "tensors"),
-    "reduce": _Collective("reduce", "tensor", "tensor", "tensor"),
-    "gather": _Collective("gather", "tensor", "gather_list", "tensor"),
-    "scatter": _Collective("scatter", "scatter_list", "tensor", "tensor"),
-    "barrier": _Collective("barrier", "", "", ""),
-    "monitored_barrier": _Collective("barrier", "", "", ""),
-    "send": _Collective("send", "tensor", "", "tensor"),
-    "isend": _Collective("send", "tensor", "", "tensor"),
-    "recv": _Collective("recv", "", "tensor", "tensor"),
-    "irecv": _Collective("recv", "", "tensor", "tensor"),
+    "reduce_scatter": _Collective("reduce_scatter", "input_list", "output"),
+    "all_reduce": _Collective("all_reduce", "tensor", "tensor"),
+    "broadcast": _Collective("broadcast", "tensor", "tensor"),
+    "all_to_all_single": _Collective("all_to_all", "input", "output"),
+    "all_to_all": _Collective("all_to_all", "input_tensor_list", "output_tensor_list"),
+    "all_gather_coalesced": _Collective("all_gather", "input_tensor_list", "output_tensor_lists"),
+    "all_reduce_coalesced": _Collective("all_reduce", "tensors", "tensors"),
+    "reduce": _Collective("reduce", "tensor", "tensor"),
+    "gather": _Collective("gather", "tensor", "gather_list"),
+    "scatter": _Collective("scatter", "scatter_list", "tensor"),
+    "barrier": _Collective("barrier", "", ""),
+    "monitored_barrier": _Collective("barrier", "", ""),
+    "send": _Collective("send", "tensor", ""),
+    "isend": _Collective("send", "tensor", ""),
+    "recv": _Collective("recv", "", "tensor"),
+    "irecv": _Collective("recv", "", "tensor"),
 }
 _IN_BATCHES = ("isend", "irecv")
 _MANAGER = "_coalescing_manager"  # it has no public name

@@ -81,7 +81,7 @@ class Event:
             count from the start of the first recording.
         after: seqs of the events that this event waited for on other streams (Note [Order without clocks]).
         reads, writes: numbers of the storages that it reads and writes. Each storage of the recording has its own number
-            (`ledger.Identities`).
+            (`ledger.Ledger`).
         code: the places that issued it, from the inside out (`call_sites`); "" if unknown.
     """
 
@@ -230,7 +230,7 @@ class Recorder:
 
     def identify(self, memory: Collection[Any]) -> tuple[int, ...]:
         """Return the numbers of the storages of these tensors. Each number appears once."""
-        return self.ledger.identities.of(memory)
+        return self.ledger.numbers_of(memory)
 
     def mark(self, stream: str) -> Mark:
         return (self.clock or _clock)(stream)

@@ -15,7 +15,7 @@ Note [Kinds found late]
     keeps the resizes of storages that nobody watches yet. When such a storage is watched, its bytes are added to the sums that were
     taken since each resize.
 
-This module also numbers storages (`Identities`), and knows which flat buffers still exist.
+The ledger also numbers storages, and knows which flat buffers still exist.
 """
 
 from __future__ import annotations
@@ -47,87 +47,71 @@ def _storage_of(memory: Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
     return memory.untyped_storage()  # type: ignore[union-attr]
 
 
-class Identities:
-    """Numbers for storages, from 1. Two storages never get the same number, even at the same address."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by id of the storage
-        self._given = 0
-
-    def of(self, tensors: Collection[Tensor | torch.UntypedStorage]) -> tuple[int, ...]:
-        """Return the number of each tensor's storage, each number once, in order. A DTensor counts by its local part."""
-        return tuple(dict.fromkeys([self.number(tensor) for tensor in tensors])) if tensors else ()
-
-    def number(self, tensor: Tensor | torch.UntypedStorage) -> int:
-        """Return the number of the tensor's storage."""
-        storage = _storage_of(tensor)
-        known = self._known.get(id(storage))
-        if known is None or known[0]() is not storage:
-            self._given += 1
-            known = self._known[id(storage)] = weakref.ref(storage), self._given
-        return known[1]
-
-
 class _Ref(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage, with its number, its kind, and its bytes in the sum of this kind."""
+    """A weak reference to a storage, with its number, its kind ("": nobody watches it), and its bytes in the sum of this kind.
 
-    __slots__ = ("key", "number", "kind", "nbytes")
+    `sizes`: see Note [Kinds found late]; for each resize, the number of sums taken before it, and the bytes after it.
+    """
+
+    __slots__ = ("key", "number", "kind", "nbytes", "sizes")
     key: int
     number: int
     kind: str
     nbytes: int
+    sizes: list[tuple[int, int]]
 
 
 class Ledger:
-    """Watches storages and adds up their bytes.
-
-    Attributes:
-        identities: the numbers of storages.
-    """
+    """Watches storages, adds up their bytes, and numbers them from 1. Two storages never get the same number, even at one address."""
 
     def __init__(self) -> None:
-        self.identities = Identities()
-        self._watched: dict[int, _Ref] = {}  # by id of the storage
+        self._known: dict[int, _Ref] = {}  # by id of the storage
+        self._given = 0  # the last number
         self._sums = dict.fromkeys(KINDS, 0)
         self._dead: deque[_Ref] = deque()  # any thread that drops a storage appends to it
         self._taken: list[dict[str, int]] = []  # the results of `sums`
-        # Note [Kinds found late]: by number of a storage, the number of sums taken before each resize, and the bytes after it
-        self._early: dict[int, list[tuple[int, int]]] = {}
-        self._flats: dict[str, list[tuple[weakref.ref[torch.UntypedStorage], int]]] = {}  # by stream
+        self._flats: dict[str, list[_Ref]] = {}  # by stream
+
+    def numbers_of(self, memory: Collection[Tensor | torch.UntypedStorage]) -> tuple[int, ...]:
+        """Return the number of each tensor's storage, each number once, in order. A DTensor counts by its local part."""
+        return tuple(dict.fromkeys([self._ref(each).number for each in memory]))
+
+    def _ref(self, memory: Tensor | torch.UntypedStorage) -> _Ref:
+        storage = _storage_of(memory)
+        key = id(storage)
+        ref = self._known.get(key)
+        if ref is None or ref() is not storage:
+            self._bury()  # another storage may have had this address
+            self._given += 1
+            ref = self._known[key] = _Ref(storage, self._dead.append)
+            ref.key, ref.number, ref.kind, ref.nbytes, ref.sizes = key, self._given, "", 0, []
+        return ref
 
     def watch(self, tensor: Tensor, kind: str) -> None:
         """Count the tensor's storage under `kind` (one of `KINDS`) as long as it lives."""
-        storage = _storage_of(tensor)
-        key = id(storage)
-        ref = self._watched.get(key)
-        if ref is not None and ref() is not storage:  # another storage got its address
-            self._bury()
-            ref = None
-        if ref is None:
-            ref = self._watched[key] = _Ref(storage, self._dead.append)
-            ref.key, ref.number, ref.kind, ref.nbytes = key, self.identities.number(storage), kind, 0
-            self._backdate(kind, self._early.pop(ref.number, []))
+        ref = self._ref(tensor)
         if ref.kind != kind:
             self._book(ref, 0)
             ref.kind = kind
-        self._book(ref, storage.nbytes())
+            self._backdate(ref)
+        self._book(ref, _storage_of(tensor).nbytes())
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> int:
         """Note that the storage has `nbytes` bytes now, and count them if it is watched. Return its number."""
-        ref = self._watched.get(id(storage))
-        if ref is None or ref() is not storage:
-            number = self.identities.number(storage)
-            self._early.setdefault(number, []).append((len(self._taken), nbytes))
-            return number
-        self._book(ref, nbytes)
+        ref = self._ref(storage)
+        if ref.kind:
+            self._book(ref, nbytes)
+        else:
+            ref.sizes.append((len(self._taken), nbytes))
         return ref.number
 
-    def _backdate(self, kind: str, sizes: list[tuple[int, int]]) -> None:
+    def _backdate(self, ref: _Ref) -> None:
         """Add the sizes that a storage had to the sums that were taken while it had them (Note [Kinds found late])."""
-        ends = [*(place for place, _ in sizes[1:]), len(self._taken)]
-        for (place, nbytes), end in zip(sizes, ends, strict=False):
+        ends = [*(place for place, _ in ref.sizes[1:]), len(self._taken)]
+        for (place, nbytes), end in zip(ref.sizes, ends, strict=False):
             for sums in self._taken[place:end]:
-                sums[kind] += nbytes
+                sums[ref.kind] += nbytes
+        ref.sizes = []
 
     def visit(self, module: nn.Module) -> None:
         """Watch every parameter that is registered in `module` now, and its gradient."""
@@ -160,23 +144,21 @@ class Ledger:
     def bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes alive now, read from every storage. Every kind is listed, even without bytes."""
         self._bury()
-        for ref in self._watched.values():
+        for ref in self._known.values():
             storage = ref()
-            self._book(ref, 0 if storage is None else storage.nbytes())
+            if storage is not None and ref.kind:
+                self._book(ref, storage.nbytes())
         return self._sums.copy()
 
     def keep_flat(self, buffer: Tensor, stream: str) -> None:
         """Note that a flat buffer was made on this stream."""
-        number = self.identities.number(buffer)
-        self._flats.setdefault(stream, []).append((weakref.ref(buffer.untyped_storage()), number))
+        self._flats.setdefault(stream, []).append(self._ref(buffer))
 
     def released_flats(self, stream: str) -> list[int]:
         """Return the numbers of this stream's flat buffers that no tensor uses any more. Report each buffer only once."""
         made = self._flats.get(stream, [])
-        gone = [number for ref, number in made if ref() is None]
-        if gone:
-            self._flats[stream] = [entry for entry in made if entry[1] not in gone]
-        return gone
+        self._flats[stream] = [ref for ref in made if ref() is not None]
+        return [ref.number for ref in made if ref not in self._flats[stream]]
 
     def _book(self, ref: _Ref, nbytes: int) -> None:
         if nbytes != ref.nbytes:
@@ -187,5 +169,5 @@ class Ledger:
         while self._dead:
             ref = self._dead.popleft()
             self._book(ref, 0)
-            if self._watched.get(ref.key) is ref:
-                del self._watched[ref.key]
+            if self._known.get(ref.key) is ref:
+                del self._known[ref.key]

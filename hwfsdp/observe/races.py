@@ -21,7 +21,7 @@ Note [What must be ordered]
     Take the accesses to one storage in order of issue. A read must follow the last write before it. A write must follow the
     last write, and all reads since the last write. Resizing a storage and dropping a flat buffer count as writes, because the
     next owner of the memory writes to it. The order of issue is the intended order: every schedule issues its work in the right
-    order. Two storages never have the same number (`ledger.Identities`), so a storage at a reused address is a new storage.
+    order. Two storages never have the same number (`ledger.Ledger`), so a storage at a reused address is a new storage.
 """
 
 from __future__ import annotations

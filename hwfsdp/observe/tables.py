@@ -64,7 +64,7 @@ def format_bytes(nbytes: int, like: int | None = None) -> str:
     """
     unit = byte_unit(nbytes if like is None else like)
     if unit.nbytes == 1:
-        return f"{nbytes} B"
+        return f"{nbytes:,} B"
     return f"{three_digits(nbytes / unit.nbytes)} {unit.name}"
 
 

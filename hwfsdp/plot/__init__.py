@@ -1,4 +1,4 @@
-"""Figures of a log, of a layout, of a table: one module per picture.
+"""Figures of a log, of a layout, of several runs: one module per picture.
 
     What all share
     style       colors, hatches, units of bytes; classes of matplotlib and Pillow
@@ -8,9 +8,8 @@
     timeline    streams of every rank, or of several runs: what ran when, and what waited for what
     memory      bytes alive over time, by kind
 
-    Of layouts and models
+    Of layouts
     grid        which part of each parameter each rank holds, and padding
-    parameters  the table of a model's parameters
 
     Of several runs
     loss        loss curves on top of each other
@@ -30,7 +29,6 @@ from typing import TYPE_CHECKING
 from hwfsdp.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from . import export, grid, loss, memory, parameters, player, scaling, sheet
-    from . import style, timeline
+    from . import export, grid, loss, memory, player, scaling, sheet, style, timeline
 else:  # a type checker would accept every name
     __getattr__, __dir__ = lazy_names(__name__, {})

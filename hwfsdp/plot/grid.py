@@ -61,24 +61,21 @@ def laid_out(model: nn.Module) -> list[LaidOut]:
     return [LaidOut(fqn, tuple(p.shape), tuple(p.placements)) for fqn, p in params]
 
 
-def plot_sharding(
-    parameters: Sequence[LaidOut], mesh: Mapping[str, int], *, fsdp: str | None = None
-) -> Figure:
+def plot_sharding(parameters: Sequence[LaidOut], mesh: Mapping[str, int]) -> Figure:
     """Draw a line per parameter: its map, and a cell per rank with the rank's rows and padding.
 
     Args:
         parameters: see `laid_out`.
         mesh: name → number of ranks along each axis, outermost first: {"shard": 4}, {"replicate": 2, "shard": 2},
-            {"dp": 2, "tp": 2}.
-        fsdp: the axis along which FSDP cuts and pads its chunks. By default the only axis, or the axis with the name
-            "shard", "fsdp" or "dp".
+            {"dp": 2, "tp": 2}. FSDP cuts and pads its chunks along the only axis, or along the axis with the name "shard", "fsdp"
+            or "dp".
 
     Raises:
         UsageError: no parameters, a parameter without dimensions, more than 64 ranks, no such axis, or placements that
             do not fit the mesh (see `layout`).
     """
     _check(parameters, mesh)
-    axis = _fsdp_axis(mesh, fsdp)
+    axis = _fsdp_axis(mesh)
     ranks = prod(mesh.values())
     names = sheet.column_of((p.name for p in parameters), style.TEXT_SIZE, _MOST_FOR_NAMES)
     left = sheet.MARGIN + names + 0.15
@@ -118,17 +115,16 @@ def _check(parameters: Sequence[LaidOut], mesh: Mapping[str, int]) -> None:
     )
 
 
-def _fsdp_axis(mesh: Mapping[str, int], name: str | None) -> int:
+def _fsdp_axis(mesh: Mapping[str, int]) -> int:
     names = list(mesh)
-    usual = names if len(names) == 1 else [n for n in ("shard", "fsdp", "dp") if n in names]
-    found = (usual[0] if usual else None) if name is None else name
-    if found in names:
-        return names.index(found)
+    usual = names if len(names) == 1 else [name for name in ("shard", "fsdp", "dp") if name in names]
+    if usual:
+        return names.index(usual[0])
     raise UsageError(
-        f"plot_sharding(fsdp={name!r})",
-        expected=f"an axis of the mesh, {names}",
-        got=repr(found),
-        remedy="Name the axis that fully_shard shards over.",
+        "plot_sharding(mesh)",
+        expected="an axis of the mesh with the name shard, fsdp or dp",
+        got=f"the axes {names}",
+        remedy="Give one of these names to the axis that fully_shard shards over.",
     )
 
 

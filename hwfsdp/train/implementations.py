@@ -14,7 +14,6 @@ The file belongs to the user, so it runs without restrictions, like a script. If
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 import signal
@@ -57,13 +56,13 @@ def read_implementation(name: str) -> str:
     """Check an implementation. Return its name, or the absolute path of its file.
 
     Raises:
-        UsageError: there is no such file, it is not Python, or it has no `fully_shard`.
+        UsageError: there is no such file, or it is not Python.
     """
     if name in NAMES:
         return name
     path = Path(name)
     try:
-        tree = ast.parse(path.read_bytes(), str(path))
+        compile(path.read_bytes(), str(path), "exec")
     except OSError as error:
         raise UsageError(
             f"implementation {name!r}",
@@ -77,21 +76,7 @@ def read_implementation(name: str) -> str:
         raise UsageError(
             f"{name}{line}", expected="Python", got=f"{type(error).__name__}: {what}", remedy="Fix it first."
         ) from None
-    if not _may_define(tree, "fully_shard"):
-        raise _without_fully_shard(path)
     return str(path.absolute())
-
-
-def _may_define(tree: ast.Module, name: str) -> bool:
-    """True if something in the file may define `name`. A star import may define it."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return True
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
-            return True
-        if isinstance(node, ast.alias) and (node.asname or node.name) in (name, "*"):
-            return True
-    return False
 
 
 def _without_fully_shard(path: Path) -> UsageError:

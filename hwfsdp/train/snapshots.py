@@ -46,13 +46,6 @@ class SnapshotConfig:
     blocking: bool = False
 
     def __post_init__(self) -> None:
-        if self.keep < 1 or (self.every is not None and self.every < 1):
-            raise UsageError(
-                "SnapshotConfig",
-                expected="1 or more saves to keep, and 1 or more steps between two",
-                got=f"keep {self.keep}, every {self.every}",
-                remedy="Change these settings.",
-            )
         commit.check_target(self.path, overwrite=True)
         if commit.path_to_load(self.path) and not self.resume:
             raise UsageError(

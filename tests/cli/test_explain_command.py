@@ -194,15 +194,14 @@ def run(*arguments: str) -> int:
     return cli.main(["explain", *arguments])
 
 
-def test_the_verb_prints_the_table_of_a_function_of_the_users_and_draws_it(
-    mine: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_the_verb_prints_the_table_of_a_function_of_the_users(
+    mine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(f"{mine}:build", "--ranks", "4", "--png", "table.png") == 0
+    assert run(f"{mine}:build", "--ranks", "4") == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0] == f"{mine}:build over 4 ranks, as rank 0 has it; 4 groups and the root"
-    assert "0 … 3: 4 alike" in out and out.splitlines()[-1] == "Picture: table.png"
+    assert "0 … 3: 4 alike" in out
     assert err == "while building\n"
-    assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
     run(f"{mine}:build", "--all")
     assert sum("inner.weight" in line for line in capsys.readouterr().out.splitlines()) == 4
 
@@ -233,6 +232,5 @@ def test_arguments_that_cannot_be_used_are_refused_in_one_line(
         (["broken_to_explain:f"], ["nothing_of_the_kind", "broken_to_explain.py:1"]),
         (["gpt-tiny", "--rank", "8"], ["0 to 7", "got 8"]),
         (["gpt-tiny", "--wrap", "Blok"], ["'Blok'", "Block"]),
-        (["gpt-tiny", "--png", "nowhere/table.png"], ["nowhere/table.png"]),
     ]:
         assert_refused(said_by(capsys, "explain", *arguments), *words)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hwfsdp.observe.ledger import KINDS, Identities, Ledger
+from hwfsdp.observe.ledger import KINDS, Ledger
 
 
 def floats(n: int) -> Tensor:
@@ -105,10 +105,12 @@ def test_an_unreported_resize_of_a_storage_is_noticed_when_it_is_watched_or_read
 
 
 def test_a_number_belongs_to_one_storage_while_its_address_may_go_to_another() -> None:
-    identities, given = Identities(), set()
+    ledger, given = Ledger(), set()
     for _ in range(50):
         tensor = floats(10)
-        assert identities.of([tensor, tensor[2:], tensor.untyped_storage()]) == identities.of([tensor.data])
-        given |= set(identities.of([tensor]))
+        assert ledger.numbers_of([tensor, tensor[2:], tensor.untyped_storage()]) == ledger.numbers_of(
+            [tensor.data]
+        )
+        given |= set(ledger.numbers_of([tensor]))
         del tensor
     assert given == set(range(1, 51))

@@ -22,12 +22,10 @@ from figures import (
 from figures import training_log
 from hwfsdp import EventLog, UsageError
 from hwfsdp.compat import strided_shard
-from hwfsdp.layout.explain import Explanation, ParamRow
 from hwfsdp.plot import sheet
 from hwfsdp.plot.grid import LaidOut, plot_sharding
 from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory
-from hwfsdp.plot.parameters import plot_parameters
 from hwfsdp.plot.scaling import plot_scaling
 from hwfsdp.plot.timeline import plot_comparison, plot_timeline
 
@@ -69,9 +67,6 @@ EXTREMES: dict[str, Callable[[], Figure]] = {
     "memory, long names at the top": lambda: plot_memory(SAMPLES, expected={LONG: 9 * MIB, "b": 9 * MIB + 5}),
     "loss": lambda: plot_losses({LONG: [3.0, 2.5], "FSDP2": [3.0, 2.5], "unsharded": [3.0]}),
     "grid of many ranks": lambda: grid_of(4, LONG, {"shard": 64}),
-    "table of nothing": lambda: plot_parameters(
-        Explanation([ParamRow("w", "w", (0,), "float32", "S(0)", (0, 0), 0)], ["rope.frequencies"])
-    ),
     "scaling of many points": lambda: plot_scaling(
         points_of(20, 1e6), caption=f"{LONG} " * 5, title="A title"
     ),

@@ -1,4 +1,4 @@
-"""Pictures of layouts and models: the sharding grid and the table of parameters."""
+"""The picture of a layout: the sharding grid."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ from torch.distributed.tensor import Replicate, Shard
 from figures import boxes
 from hwfsdp import explain, fully_shard, launch
 from hwfsdp.compat import strided_shard
-from hwfsdp.layout.explain import Explanation, ParamRow
+from hwfsdp.layout.explain import Explanation
 from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
-from hwfsdp.plot.parameters import plot_parameters
 
 ROWS = (Shard(0),)
 STRIDED = (strided_shard(0, 2), Shard(0))
-
-# grid
 
 
 def cells(figure: Figure, line: int, rank: int) -> tuple[float, float]:
@@ -107,38 +104,3 @@ def test_the_grid_of_a_sharded_model_agrees_with_its_table(on_ranks: Any) -> Non
             padded = row.padding / (row.shape[1] if len(row.shape) > 1 else 1)
             assert padding * (rows + padded) == pytest.approx(padded)
             assert bool(owned) == bool(rows)
-
-
-# parameters
-
-
-def row(
-    fqn: str, group: str, shape: tuple[int, ...], rows: tuple[int, int], padding: int = 0, **details: str
-) -> ParamRow:
-    details = {"dtype": "float32", "placement": "S(0)", **details}
-    return ParamRow(fqn, group, shape, details["dtype"], details["placement"], rows, padding)
-
-
-def test_groups_that_are_alike_are_drawn_once() -> None:
-    rows = [row(f"layers.{i}.w", f"layers.{i}", (20 if i == 3 else 16, 4), (0, 4)) for i in range(4)]
-    figure = plot_parameters(Explanation(rows, []))
-    assert boxes(figure, "layers.0.") and not boxes(figure, "layers.1.") and boxes(figure, "layers.3.")
-    assert any(t.get_text().startswith("layers.0 … layers.2") for t in figure.axes[0].texts)
-
-
-def test_a_strip_shows_the_rows_of_the_rank_and_its_padding() -> None:
-    rows = [row("w", "m", (10, 2), (4, 8)), row("b", "m", (6,), (5, 6), 2)]
-    found = boxes(plot_parameters(Explanation([*rows, row("empty", "m", (2,), (2, 2), 1)], [])))
-    whole, own = found["w all"], found["w own"]
-    assert (own.get_x() - whole.get_x()) / whole.get_width() == pytest.approx(0.4)
-    assert own.get_width() / whole.get_width() == pytest.approx(0.4)
-    unit = found["b all"].get_width() / 6
-    assert found["b own"].get_width() == pytest.approx(unit)
-    assert found["b padding"].get_width() == pytest.approx(2 * unit)
-    assert "w padding" not in found and "empty own" not in found and "empty padding" in found
-
-
-@pytest.mark.parametrize("placement", ["S(1)", "_StridedShard(dim=1, sf=2), Replicate()"])
-def test_the_strip_is_the_dimension_that_is_cut(placement: str) -> None:
-    found = boxes(plot_parameters(Explanation([row("w", "m", (100, 8), (4, 8), placement=placement)], [])))
-    assert found["w own"].get_width() / found["w all"].get_width() == pytest.approx(0.5)

@@ -20,7 +20,6 @@ from hwfsdp.observe.group_states import find_lifetimes, find_reductions
 from hwfsdp.observe.ledger import KINDS
 from hwfsdp.plot import style
 from hwfsdp.plot.player import page_data
-from hwfsdp.plot.player.page_data import Start
 from hwfsdp.plot.player.page import make_page
 from hwfsdp.train.models import GPTConfig
 from hwfsdp.virtual import simulate
@@ -69,14 +68,7 @@ def pages(log: EventLog, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     }
     for name, logs in made.items():
         make_page(logs).save(folder / f"{name}.html")
-    make_page([("a.json", log), ("b.json", log)], start_of(log)).save(folder / "start.html")
-    return {name: (folder / f"{name}.html").as_uri() for name in (*made, "start")}
-
-
-def start_of(log: EventLog) -> Start:
-    """Return the second gather of the last rank."""
-    gather = log.select("all_gather", rank=RANKS - 1)[1]
-    return Start(f"Late: {HOSTILE}", RANKS - 1, gather.start_us)
+    return {name: (folder / f"{name}.html").as_uri() for name in made}
 
 
 @pytest.fixture(scope="module")
@@ -422,24 +414,7 @@ def test_two_logs_share_one_clock_and_show_their_differences(tab: Tab, pages: di
 # --- Where a page opens ------------------------------------------------------------------------------------
 
 
-def test_a_page_opens_at_its_start_and_a_button_leads_back_to_it(
-    tab: Tab, pages: dict[str, str], log: EventLog
-) -> None:
-    tab.open(pages["start"])
-    start, begin = start_of(log), min(e.start_us for e in log.events)
-    moment = [0, start.rank, pytest.approx(start.us - begin, abs=0.1), "all_gather"]
-    opened = "[state.side, state.rank, state.t, state.event.op]"
-    assert tab.run(opened) == moment
-    assert tab.text("#looks button") == start.said
-    tab.run("state.lookAt(1, 0), state.seek(0)")
-    assert tab.run(opened.replace("state.event.op", "0")) == [1, 0, 0, 0]
-    tab.press("#looks button")
-    assert tab.run(opened) == moment and tab.run("window.harmed") is None
-
-
-def test_a_page_without_a_start_opens_at_a_wait_for_a_gather_or_where_two_logs_part(
-    tab: Tab, pages: dict[str, str]
-) -> None:
+def test_a_page_opens_at_a_wait_for_a_gather_or_where_two_logs_part(tab: Tab, pages: dict[str, str]) -> None:
     first = "#begin"
     assert tab.run("[state.event.op, awaited(state.event).op]") == ["wait", "all_gather"]
     assert tab.run("state.event === longestWaits(state.log, 1, 'all_gather')[0]")

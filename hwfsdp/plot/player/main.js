@@ -10,7 +10,7 @@ function start() {
   const logs = data.logs.map((packed, side) => new Log(packed, isPair ? side : null, data.places, looks));
   state = new State(logs);
   const code = new Code(state, data.functions); // the summary names this pane
-  const summary = new Summary(state, data.comparison ?? null, data.start ?? null);
+  const summary = new Summary(state, data.comparison ?? null);
   controls = new Controls(state);
   state.panes = [
     new Timeline(state, looks), new Memory(state, looks), new Parameters(state, looks), code, summary, controls,

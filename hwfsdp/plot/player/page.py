@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hwfsdp.optional_packages import needed_by
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.plot.player.page_data import Start, pack
+from hwfsdp.plot.player.page_data import pack
 
 with needed_by("the step player"):
     from jinja2 import StrictUndefined, Template
@@ -64,17 +64,17 @@ class Page:
         return f'<iframe sandbox="allow-scripts" {look} title="{title}" srcdoc="{whole}">{_NO_FRAME}</iframe>'
 
 
-def make_page(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) -> Page:
+def make_page(logs: Sequence[tuple[str, EventLog]]) -> Page:
     """Make the page of one log, or of two logs side by side.
 
     Args:
-        logs: one or two pairs of a name and a log. start: where the page opens; None: the page chooses.
+        logs: one or two pairs of a name and a log.
 
     Raises:
         UsageError: as `page_data.pack`.
     """
     title = f"Step player: {' and '.join(name for name, _ in logs)}"
-    data = json.dumps(pack(logs, start), separators=(",", ":"), allow_nan=False)
+    data = json.dumps(pack(logs), separators=(",", ":"), allow_nan=False)
     scripts = {name: _asset(f"{name}.js") for name in SCRIPTS}
     template = Template(
         _asset("page.html"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
@@ -37,18 +37,6 @@ STATES_LOOKS = {
 }
 
 
-class Start(NamedTuple):
-    """The moment of the first log at which a page opens, if its address names no other.
-
-    Attributes:
-        said: a text that says what to see there. rank, us: the moment, in the log's time.
-    """
-
-    said: str
-    rank: int
-    us: float
-
-
 class Table:
     """Numbers for texts that repeat, in the order in which the texts first come."""
 
@@ -63,11 +51,11 @@ class Table:
         return list(self._numbers)
 
 
-def pack(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) -> dict[str, Any]:
+def pack(logs: Sequence[tuple[str, EventLog]]) -> dict[str, Any]:
     """Return the data of the page, JSON-ready: one log, or two logs and their comparison.
 
     Args:
-        logs: each with its name. start: where the page opens; None: the page chooses (`opening` in summary.js).
+        logs: each with its name.
 
     Raises:
         UsageError: a log has no events, or more than `MOST_EVENTS`.
@@ -86,9 +74,6 @@ def pack(logs: Sequence[tuple[str, EventLog]], start: Start | None = None) -> di
         "places": sources.places,
         "functions": sources.functions,
     }
-    if start is not None:
-        begin = min(e.start_us for e in logs[0][1].events)
-        packed["start"] = {"said": start.said, "rank": start.rank, "us": _tenth(start.us - begin)}
     if len(logs) == 2:
         (a, first), (b, second) = logs
         packed["comparison"] = difference_as_json(compare(first, second), (a, b))

@@ -5,8 +5,8 @@
 const HOW_TO_GO_ON = "Step on with “event ▶”.";
 
 class Summary {
-  constructor(state, comparison, start) {
-    Object.assign(this, { state, comparison, start });
+  constructor(state, comparison) {
+    Object.assign(this, { state, comparison });
     state.parting = this.findParting();
     document.getElementById("title").replaceChildren(...this.titles());
     document.getElementById("facts").replaceChildren(...(comparison ? [] : this.numbers()));
@@ -115,12 +115,8 @@ class Summary {
   }
 
   openAtBest() {
-    const { state, start } = this, [log] = state.logs, parting = state.parting?.find(Boolean), wait = waitThatTeaches(log);
+    const { state } = this, [log] = state.logs, parting = state.parting?.find(Boolean), wait = waitThatTeaches(log);
     const peak = this.peakOf(log);
-    if (start) {
-      state.visit(0, start.rank, start.us);
-      return "at the first of the moments below";
-    }
     if (parting) {
       state.choose(parting);
       return "at the first event that A and B do not share. The table below says what follows from it";
@@ -171,8 +167,7 @@ class Summary {
   }
 
   moments() {
-    const { state, start } = this, found = [];
-    if (start) found.push(moment(start.said, () => state.visit(0, start.rank, start.us)));
+    const { state } = this, found = [];
     if (this.comparison) found.push(this.partingMoment());
     state.logs.forEach((log, side) => {
       const name = state.logs.length > 1 ? `${"AB"[side]}: ` : "", peak = this.peakOf(log);
