@@ -216,7 +216,7 @@ class FSDPState:
             self.prefetch_backward(self.note_backward_and_predict())
             if self.group:
                 self.group.copy_out()
-                self.group.expect_grads()
+                self.group.set_grad_dtypes()
 
     def prefetch_backward(self, groups: Sequence[ParamGroup]) -> None:
         """Start the gathers that should overlap with this backward."""

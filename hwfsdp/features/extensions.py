@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
-def has_methods(local: Tensor, name: str) -> bool:
+def has_gather_methods(local: Tensor, name: str) -> bool:
     """True if a local part defines how it is gathered.
 
     Raises:
@@ -87,7 +87,7 @@ class ExtensionParam(FSDPParam):
     def look_at_local(self) -> None:
         """Find out what travels. If the local part is of another type now, the next gather makes a new whole parameter."""
         self.accumulated_grad, self.unsharded_param = self.take_grad(), None
-        self.is_extension, self._kind = has_methods(self.local, self.name), type(self.local)
+        self.is_extension, self._kind = has_gather_methods(self.local, self.name), type(self.local)
         self.gathered, self._metadata = None, None
         self.tensors: list[Tensor] = []
         self.inner: list[Tensor] = []
@@ -95,7 +95,10 @@ class ExtensionParam(FSDPParam):
 
     def hold_rows(self, param: DTensor) -> None:
         """Hold the rows of `param`. An extension's gathers read them where they are."""
-        if type(self.local) is not self._kind or has_methods(self.local, self.name) != self.is_extension:
+        if (
+            type(self.local) is not self._kind
+            or has_gather_methods(self.local, self.name) != self.is_extension
+        ):
             self.look_at_local()
         if not self.is_extension:
             super().hold_rows(param)

@@ -259,7 +259,7 @@ class MeshGroups(ParamGroup):
     drop_gather = _in_each(ParamGroup.drop_gather)
     post_forward = _in_each(ParamGroup.post_forward)
     adopt_registered = _in_each(ParamGroup.adopt_registered)
-    expect_grads = _in_each(ParamGroup.expect_grads)
+    set_grad_dtypes = _in_each(ParamGroup.set_grad_dtypes)
 
     # --- gradients ---
 
