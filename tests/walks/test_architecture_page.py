@@ -111,3 +111,9 @@ def test_the_drawing_names_classes_of_the_core_and_its_texts_are_apart() -> None
     for module, name in (path.split(".") for point in architecture.POINTS for path in point.defaults):
         assert hasattr(importlib.import_module(f"hwfsdp.core.{module}"), name)
     assert_everything_is_on_the_sheet(architecture.draw())
+
+
+def test_the_light_and_the_dark_drawing_have_the_same_texts() -> None:
+    paths = (architecture.PATH, architecture.papers.dark_name(architecture.PATH))
+    light, dark = (re.findall(r"<!-- (.+) -->", path.read_text()) for path in paths)
+    assert "features, interop" in light and light == dark
