@@ -117,7 +117,7 @@ plot_timeline(serial.log, step=0)
 # %% [markdown]
 # Time runs to the right. Each row is a stream, each number names a layer, and the pale bars around the layers are the forward
 # and the backward of the whole model. Work on one stream runs in order. Work on two streams may run at the same time, unless
-# one waits. Here everything waits: in the white hatched parts, compute waits until a gather or a reduction is over.
+# one waits. Here everything waits: in the hatched parts, compute waits until a gather or a reduction is over.
 
 
 # %%
