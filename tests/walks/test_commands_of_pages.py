@@ -179,6 +179,18 @@ GROUPS: dict[str, list[Row]] = {
 }
 NOT_RUN = {  # and why
     "make demo": "make installs into .venv; its recipes are run by continuous integration",
+    **dict.fromkeys(
+        (
+            'make setup TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"',
+            "python -m venv .venv",
+            ".venv/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu",
+            '.venv/bin/pip install -e ".[dev]"',
+            ".venv/bin/hwfsdp demo",
+            "uv venv",
+            'uv pip install --torch-backend cpu -e ".[dev]"',
+        ),
+        "it installs, or runs what was installed there",
+    ),
     "make gpu": "it needs a GPU; tests/walks/test_benchmarks.py makes the dry run",
     'make gpu PARTS="races speed"': "as above",
     "make gpu DRY=1": "as above",
