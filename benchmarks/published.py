@@ -132,12 +132,12 @@ _MEASURED_HEAD = ("model", "trained", "ms: measured", "predicted", "", "GiB: mea
 def main() -> None:
     """Print the tables, and on standard error the time that each published row took."""
     head = (*_HEAD, *_MEMORY)
-    print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
+    print(f"| {' | '.join(head)} |\n|{' --- |' * 4}{' ---: |' * (len(head) - 4)}")
     for row in ROWS:
         start = time.perf_counter()
         print(line_of(row, row.predicted()), flush=True)
         print(f"{row.model} on {row.gpus}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    print(f"\n| {' | '.join(_MEASURED_HEAD)} |\n|{' --- |' * len(_MEASURED_HEAD)}")
+    print(f"\n| {' | '.join(_MEASURED_HEAD)} |\n|{' --- |' * 2}{' ---: |' * (len(_MEASURED_HEAD) - 2)}")
     for measured in MEASURED:
         print(measured_line(measured, measured.predicted()), flush=True)
 

@@ -410,9 +410,10 @@ def table(data: Record) -> str:
         counts = [len(records), *(noticed[suite] for suite in SUITES), by_none]
         counts.append(2 * len(records) - sum(counts))
         totals = [a + b for a, b in zip(totals, counts, strict=True)]
-        rows.append([area, *map(str, counts)])
+        if records:  # else the area has not been measured since it was written anew
+            rows.append([area, *map(str, counts)])
     shown = len(columns) if totals[-1] else len(columns) - 1  # all tests were tried: no column for that
-    lines = [columns, ["---"] * len(columns), *rows, ["all", *map(str, totals)]]
+    lines = [columns, ["---", *["---:"] * len(totals)], *rows, ["all", *map(str, totals)]]
     return "\n".join(f"| {' | '.join(line[:shown])} |" for line in lines)
 
 
