@@ -431,6 +431,17 @@ def test_a_page_opens_at_a_wait_for_a_gather_or_where_two_logs_part(tab: Tab, pa
     assert "A and B do not share" in tab.text(first)
 
 
+def test_a_page_opens_at_the_longest_wait_if_the_others_are_less_than_a_hundredth_of_a_step(
+    tab: Tab, tmp_path: Path
+) -> None:
+    rows = [("all_gather", "all_gather", 0, 900, {}), ("wait", "compute", 0, 900, {"after": (0,)})]
+    rows += [("all_gather", "all_gather", 995, 1000, {}), ("wait", "compute", 995, 1000, {"after": (2,)})]
+    events = [*events_of(0, *rows), *events_of(1, ("all_gather", "all_gather", 800, 900, {}))]
+    make_page([("log", EventLog(events))]).save(tmp_path / "short.html")
+    tab.open((tmp_path / "short.html").as_uri())
+    assert tab.run("[state.event.op, state.event.start]") == ["wait", 0]
+
+
 def test_the_page_predicts_the_step_without_freeing_after_the_forward(tab: Tab) -> None:
     freed, kept = step(), step(reshard=False)
     gathered = [sum(e.bytes for e in log.select("all_gather")) for log in (kept, freed)]

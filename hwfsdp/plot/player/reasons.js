@@ -79,7 +79,8 @@ function longestWaits(log, most, op = null) {
 }
 
 /** The wait at which a page opens: the longest for a gather in the backward or for a reduction, or else for any gather. A wait teaches
- *  if the order of events explains it, not a rank that joins late or a busy machine; if none does, the longest wait for a gather. */
+ *  if the order of events explains it, not a rank that joins late or a busy machine; if none does, the longest wait for a gather. If that is
+ *  less than 1 % of a step, the longest wait of all says more. */
 function waitThatTeaches(log) {
   const isExplained = (wait) => {
     const source = awaited(wait), late = latestPartner(source), length = wait.end - wait.start;
@@ -87,8 +88,9 @@ function waitThatTeaches(log) {
   };
   const isGather = (wait) => awaited(wait).op === "all_gather", isReduction = (wait) => ["reduce_scatter", "all_reduce"].includes(awaited(wait).op);
   const waits = longestWaits(log, Infinity), explained = waits.filter(isExplained);
-  return explained.find((wait) => isReduction(wait) || (isGather(wait) && isInBackward(wait)))
+  const chosen = explained.find((wait) => isReduction(wait) || (isGather(wait) && isInBackward(wait)))
     ?? explained.find(isGather) ?? waits.find(isGather) ?? waits[0] ?? null;
+  return chosen && chosen.end - chosen.start < 0.01 * log.end / Math.max(1, log.steps.length) ? waits[0] : chosen;
 }
 
 function isInBackward({ log, rank, phase, step, start }) {
