@@ -136,13 +136,18 @@ def copy_notebooks(app: Any = None) -> None:
     paths = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
     for path in paths:
         _write(folder / path.name, _with_note_in_notebook(path))
-    _write(
-        folder / "index.md",
+    hidden = ["```{toctree}", ":hidden:", "", *(path.stem for path in paths), "```"]
+    first = (
         "# Notebooks\n\nEach has one idea, and was run from top to bottom as it stands here. Run them yourself: "
-        "`.venv/bin/jupyter lab notebooks`.\n\n```{toctree}\n"
-        + "\n".join(path.stem for path in paths)
-        + "\n```\n",
+        "`.venv/bin/jupyter lab notebooks`.\n"
     )
+    _write(folder / "index.md", "\n".join([first, *map(_line_about, paths), "", *hidden]) + "\n")
+
+
+def _line_about(path: Path) -> str:
+    """Return a line of a list: a link to a notebook, and its first paragraph."""
+    title, said, *_ = "".join(json.loads(path.read_text())["cells"][0]["source"]).split("\n\n")
+    return f"- [{title.removeprefix('# ')}]({path.name}): {' '.join(said.split())}"
 
 
 def copy_exercises(app: Any = None) -> None:
