@@ -687,8 +687,8 @@ def draw_bands(logs: Mapping[str, EventLog], title: str, text: str, arrows: bool
     shown = {name: _from_zero(events, arrows) for name, events in shown.items()}
     words = Words(title, text, "ms, virtual GPUs")
     page = timeline.draw_bands(words, [*shown.values()], [CAPTION] * len(logs))
-    for (name, events), axes in zip(shown.items(), page.axes, strict=True):
-        end = max(e.end_us for e in events)
+    for (name, log), axes in zip(logs.items(), page.axes, strict=True):
+        end = log.summary()["step_us"]
         axes.axvline(end / 1e3, color=style.GREYS[3], linewidth=1.0, linestyle="--")
         _caption(axes, f"{name}: {style.format_ms(end)}")
     return page.figure
@@ -965,7 +965,8 @@ def _pieces() -> Figure:
 
 
 def _accumulation() -> Figure:
-    text = f"{MICRO_BATCHES} micro-batches of {BLOCKS} blocks on 16 GPUs. Above, whole gradients of all blocks wait for the last one."
+    text = f"{MICRO_BATCHES} micro-batches of {BLOCKS} blocks on 16 GPUs. Above, whole gradients of all blocks wait for the last one. "
+    text += "Buffers of collectives are left out."
     kinds = ("sharded_param", "sharded_grad", "unsharded_param", "unsharded_grad")
     logs = {name: run.log for name, run in accumulations().items()}
     return plot_memory(logs, kinds=kinds, title="Memory of a step that accumulates", text=text, in_order=True)
