@@ -77,17 +77,17 @@ def panels(text: str) -> list[Panel]:
         through = {"shared memory": (rows, "hwfsdp / FSDP2"), "gloo": (gloo, column)}
         return {f"{ranks} ranks, {way}": sizes(*what, ranks) for way, what in through.items() for ranks in ("2", "4")}
 
-    def grown(axis: str) -> Panel:
+    def grown(axis: str, what: str) -> Panel:
         curve = {row["at"]: ratio(row["hwfsdp / FSDP2"]) for row in growth if row["axis"] == axis}
-        return Panel("forward + backward", axis, {ON_AXIS if axis == "ranks" else "2 ranks, shared memory": curve})
+        return Panel(f"fwd+bwd: {what}", axis, {ON_AXIS if axis == "ranks" else "2 ranks, shared memory": curve})
 
     alone = {row["pretended ranks"]: ratio(row["hwfsdp / FSDP2"]) for row in python}
     return [
-        Panel("forward + backward", "parameters", steps(forward, "fwd+bwd, hwfsdp / FSDP2")),
+        Panel("forward + backward (fwd+bwd)", "parameters", steps(forward, "fwd+bwd, hwfsdp / FSDP2")),
         Panel("full step with AdamW", "parameters", steps(full, "full step, hwfsdp / FSDP2")),
-        grown("layers"),
-        grown("parameters per group"),
-        grown("ranks"),
+        grown("layers", "more layers"),
+        grown("parameters per group", "larger groups"),
+        grown("ranks", "more ranks"),
         Panel("Python alone: no bytes move", "pretended ranks", {ON_AXIS: alone}),
     ]
 

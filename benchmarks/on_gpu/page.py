@@ -90,7 +90,7 @@ def as_page(known: dict[str, dict[str, Any]]) -> str:
     if real and missing:
         blocks.append(f"Not run on a GPU yet: {', '.join(missing)}.\n")
     dry = {name: result for name, result in known.get("dry", {}).items() if name in missing}
-    for results, title in ((real, "On a GPU"), (dry, "Dry run, on the CPU")):
+    for results, title in ((real, "Measured on the GPU"), (dry, "Dry run, on the CPU")):
         blocks += as_chapter(title, results, results is real) if results else []
     return "\n".join([*blocks, HOW])
 

@@ -64,12 +64,14 @@ def _draw_grid(axes: Axes) -> None:
         box(axes, (x + 0.25, y + 0.8), color, rows, size=(2.5, 1.1), edgecolor="none")
     for place in range(2):
         y = 4.0 * place + 1.1
-        arrow(axes, (3.05, y), (4.85, y), style.VERMILION, 2.2, **both_ways)
+        for moved, color in ((-0.14, style.GREEN), (0.14, style.VERMILION)):
+            arrow(axes, (3.05, y + moved), (4.85, y + moved), color, 2.2, **both_ways)
         say(axes, (-0.2, y), f"replica {place}", larger, ha="right", color=style.BLACK)
         text = "gather,\nreduce-\nscatter"
         say(axes, (3.95, y - 0.5), text, ha="center", va="bottom", color=style.BLACK)
         x = 4.9 * place + 1.5
         arrow(axes, (x, 2.25), (x, 3.95), style.VERMILION, 2.2, **both_ways)
-        say(axes, (x + 0.25, 3.1), "all-reduce\nof these rows", color=style.BLACK)
+        side, ha = ((-0.25, "right"), (0.25, "left"))[place]
+        say(axes, (x + side, 3.1), "all-reduce\nof these rows", ha=ha, color=style.BLACK)
     text = "inside: whole parameters and gradients of a group\nacross: this rank's rows of gradients"
     say(axes, (-2.3, 6.75), text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from exercise_pictures.drawing import arrow, box, clear, say
+from exercise_pictures.drawing import arrow, box, clear, headline, say
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Axes, Figure
 
@@ -13,9 +13,10 @@ ONE, HOST, GATHERS, COMPUTE = 0.0, 1.9, 2.9, 4.2  # the rows, from above
 
 
 def draw() -> Figure:
-    figure = sheet.new_figure(sheet.PAGE, 3.3)
+    figure = sheet.new_figure(sheet.PAGE, 3.6)
     axes = sheet.axes_at(figure, 0.1, 0.1, sheet.PAGE - 0.2, 3.1)
     clear(axes, (0, LEFT + END), (6.35, -0.75))
+    headline(axes, "Gathers and forwards of four blocks, in one queue and on two streams", weight="bold")
     names = {ONE: "one queue", HOST: "host", GATHERS: "stream of gathers", COMPUTE: "stream of compute"}
     for row, name in names.items():
         say(axes, (0, row + HEIGHT / 2), name, style.TEXT_SIZE + 1)
