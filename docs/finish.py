@@ -1,6 +1,7 @@
 """Add to the pages of the site: dark pictures, links into the glossary, and a footer that leads to the repository and the license.
 
-A picture that has a twin for dark pages (papers.py) is shown in the light theme, and its twin in the dark one.
+A picture that has a twin for dark pages (papers.py) is shown in the light theme, and its twin in the dark one. It may have twins for
+phones, too.
 
 A page links the first use of each term of docs/glossary.md. The link shows the definition under the pointer. The address of the
 repository is the remote `origin` of the checkout in which the site is built, so a fork's site leads to the fork.
@@ -21,23 +22,28 @@ GLOSSARY = "glossary"
 WITHOUT_LINKS = re.compile(r"(glossary|reference|index|copyright|genindex|book/.*)$")
 # terms that pages use in their everyday meaning, too
 EVERYDAY = {"event", "group", "hole", "host", "race", "root", "station", "unit"}
+ENDS = ("", "_dark", "_phone", "_phone_dark")  # of the names of a picture and its twins
 AS_THEY_ARE = (nodes.title, nodes.reference, nodes.literal, nodes.table, nodes.Admonition, nodes.raw)
 
 
 def add_dark_pictures(app: Any, doctree: nodes.document) -> None:
-    """Put the dark twin of each picture behind it. Each is shown in its theme only."""
+    """Put the dark twin of each picture behind it, and its twins for phones (`_phone`). Each is shown in its theme and on its screens only."""
     folder = Path(app.env.doc2path(app.env.docname)).parent
     for picture in list(doctree.findall(nodes.image)):
-        uri = Path(picture["uri"])
-        twin = uri.with_name(f"{uri.stem}_dark{uri.suffix}")
-        if (folder / twin).is_file():
-            dark = picture.deepcopy()
-            dark["uri"] = twin.as_posix()
-            picture["classes"].append("only-light")
-            dark["classes"].append("only-dark")
-            picture.parent.insert(picture.parent.index(picture) + 1, dark)
-            if isinstance(picture.parent, nodes.paragraph):
-                picture.parent["classes"].append("picture")  # site.css keeps its letters large enough
+        uri, parent = Path(picture["uri"]), picture.parent
+        twins = {end: uri.with_name(f"{uri.stem}{end}{uri.suffix}") for end in ENDS}
+        has = {end for end, twin in twins.items() if (folder / twin).is_file()}
+        if "_dark" in has:
+            copies = []
+            for end in (end for end in ENDS if end in has):
+                copies.append(picture.deepcopy())
+                copies[-1]["uri"] = twins[end].as_posix()
+                copies[-1]["classes"].append("only-dark" if end.endswith("_dark") else "only-light")
+                if "_phone" in has:
+                    copies[-1]["classes"].append("phone" if end.startswith("_phone") else "wide")
+            parent.replace(picture, copies)
+            if isinstance(parent, nodes.paragraph):
+                parent["classes"].append("picture")  # site.css keeps its letters large enough
 
 
 class Term(NamedTuple):

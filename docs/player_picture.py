@@ -6,7 +6,6 @@ The page plays a step of a GPT on virtual GPUs, so the times are the same on eve
 from __future__ import annotations
 
 import io
-import math
 import sys
 import tempfile
 from pathlib import Path
@@ -20,26 +19,22 @@ from browser import Tab, browser  # noqa: E402
 from hwfsdp.plot.player.page import make_page  # noqa: E402
 from players import STEP, step_of_gpt  # noqa: E402
 
-WIDTH, PHONE, SCALE = 1100, 390, 2  # pixels of the windows, and of the picture for each of them
+WIDTH, PHONE, SCALE = 736, 390, 2  # pixels of the windows (the column of the site), and of the picture for each of them
 
 
 def main() -> None:
-    """Write player.png, the page of a player down to its panes' end, and player_phone.png, its timeline on a phone; both also dark."""
+    """Write player.png, timeline and code of a player as wide as the site's column, and player_phone.png, the timeline on a phone; both also dark."""
     with tempfile.TemporaryDirectory() as folder, browser(Path(folder, "browser")) as tab:
         page = Path(folder, "player.html")
         make_page([(STEP, step_of_gpt())]).save(page)
         for end, dark in (("", False), ("_dark", True)):
-            tab.look(WIDTH, 600, dark=dark)
-            tab.open(page.as_uri())
-            _save(_taken(tab, WIDTH, math.ceil(_sides(tab, "main")[1]) + 10), f"player{end}.png")
-            tab.look(PHONE, 600, dark=dark)
-            tab.open(page.as_uri())
-            picture = _taken(
-                tab, PHONE, 1200
-            )  # so high that the bar at the bottom covers no part of the timeline
-            top, bottom = _sides(tab, "#timeline")
-            box = (0, round(SCALE * top) - 8, picture.width, round(SCALE * bottom) + 8)
-            _save(picture.crop(box), f"player_phone{end}.png")
+            for width, last, name in ((WIDTH, "#code", "player"), (PHONE, "#timeline", "player_phone")):
+                tab.look(width, 600, dark=dark)
+                tab.open(page.as_uri())
+                picture = _taken(tab, width, 1400)  # so high that the bar at the bottom covers no part of the picture
+                top, bottom = _sides(tab, "#timeline")[0], _sides(tab, last)[1]
+                box = (0, round(SCALE * top) - 8, picture.width, round(SCALE * bottom) + 8)
+                _save(picture.crop(box), f"{name}{end}.png")
 
 
 def _taken(tab: Tab, width: int, height: int) -> Image.Image:

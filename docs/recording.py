@@ -9,7 +9,8 @@ stylesheets animate. `--draw` draws the existing recording.
     play     a small terminal, frame by frame
     draw     rows with the times when they are seen    docs/_static/demo.svg
 
-Without animation, the picture shows its last frame. Run `make setup` first: the script installs nothing. Its terminal knows only
+The film begins where the demo prints its results. Without animation, the picture shows its last frame. Phones get a picture without
+animation instead, of a narrow terminal that says what is wrong with an answer (demo_phone.svg). Run `make setup` first: the script installs nothing. Its terminal knows only
 the control characters that these commands write, and raises an error at any other.
 """
 
@@ -38,9 +39,7 @@ from xml.sax.saxutils import escape
 from hwfsdp.course.stages import stage
 
 ROOT = Path(__file__).parent.parent
-CAST = ROOT / "docs" / "_static" / "demo.cast"
-PICTURE = CAST.with_suffix(".svg")
-COLUMNS, ROWS = 100, 30
+FOLDER = ROOT / "docs" / "_static"
 LONGEST_WAIT = 600.0  # seconds for one command
 
 FILE = "exercises/my_fsdp.py"
@@ -55,6 +54,26 @@ TYPED = (
     f"cp first_try.py {FILE} && hwfsdp check 1",
     "# Second try: full chunks, until there are no rows left.",
     f"cp second_try.py {FILE} && hwfsdp check 1",
+)
+
+
+class Film(NamedTuple):
+    """What is typed into a terminal of this size, and the name of the recording."""
+
+    name: str
+    title: str
+    columns: int
+    rows: int
+    typed: tuple[str, ...]
+
+    @property
+    def cast(self) -> Path:
+        return FOLDER / f"{self.name}.cast"
+
+
+FILMS = (
+    Film("demo", "make demo, then hwfsdp check 1 on a file not begun, a wrong and a right answer", 100, 30, TYPED),
+    Film("demo_phone", "hwfsdp check 1 on a wrong answer", 48, 19, (".venv/bin/hwfsdp check 1",)),
 )
 FIRST_TRY = """def rows_of(n: int, world_size: int, rank: int) -> tuple[int, int]:
     fewer, more = divmod(n, world_size)
@@ -73,7 +92,7 @@ class Event(NamedTuple):
 # --- Record ------------------------------------------------------------------------------------------------
 
 
-def record(folder: Path) -> list[Event]:
+def record(film: Film, folder: Path) -> list[Event]:
     """Type the commands into a shell in the folder. Wait for the prompt before each command."""
     child, terminal = pty.fork()
     if child == 0:
@@ -81,7 +100,7 @@ def record(folder: Path) -> list[Event]:
         kept = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
         environment = {**kept, "TERM": "xterm-256color", "LANG": "C.UTF-8", "PS1": PROMPT}
         os.execvpe("bash", ["bash", "--norc", "--noprofile", "--noediting", "-i"], environment)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", film.rows, film.columns, 0, 0))
     began, events = time.monotonic(), []
     decoder = codecs.getincrementaldecoder("utf-8")()
 
@@ -95,7 +114,7 @@ def record(folder: Path) -> list[Event]:
             seen += text
 
     read_until(PROMPTED)
-    for command in TYPED:
+    for command in film.typed:
         for character in command:
             os.write(terminal, character.encode())
             read_until(character)
@@ -130,22 +149,22 @@ def copy_course(folder: Path) -> None:
     (folder / "first_try.py").write_text(f"{before}{FIRST_TRY}\n\n{rest[rest.index('# --- 02') :]}")
 
 
-def write_cast(events: list[Event]) -> None:
+def write_cast(film: Film, events: list[Event]) -> None:
     """Write the recording."""
     header = {
         "version": 2,
-        "width": COLUMNS,
-        "height": ROWS,
-        "title": "hwfsdp: the demo, and station 01",
+        "width": film.columns,
+        "height": film.rows,
+        "title": f"hwfsdp: {film.title}",
         "env": {"TERM": "xterm-256color", "SHELL": "bash"},
     }
     lines = [header, *([round(event.at, 3), "o", event.text] for event in events)]
-    CAST.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    film.cast.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
 
-def read_cast() -> list[Event]:
+def read_cast(film: Film) -> list[Event]:
     """Read the existing recording."""
-    lines = [json.loads(line) for line in CAST.read_text().splitlines()]
+    lines = [json.loads(line) for line in film.cast.read_text().splitlines()]
     return [Event(at, text) for at, kind, text in lines[1:] if kind == "o"]
 
 
@@ -183,15 +202,16 @@ COLORS = {  # contrast with the background: at least 4.5:1 (https://www.w3.org/T
     "34": "#8ab4f8",
     "90": "#98a2b3",
 }
-PIECE = re.compile(r"\x1b\[(?P<color>[0-9;]*)m|(?P<control>[\x00-\x1f\x7f])|(?P<character>.)", re.DOTALL)
+PIECE = re.compile(r"\x1b\[(?P<color>[0-9;]*)m|(?P<erase>\x1b\[K)|(?P<control>[\x00-\x1f\x7f])|(?P<character>.)", re.DOTALL)
 Cell = tuple[str, str]  # a character, and its color
 Row = tuple[Cell, ...]
 
 
 class Terminal:
-    """A small terminal. It knows characters, colors, returns, new lines, and lines that are too long."""
+    """A small terminal. It knows characters, colors, returns, new lines, lines that are too long, and how to erase the end of a line."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
         self.rows: list[list[Cell]] = [[]]
         self._column, self._color = 0, ""
 
@@ -204,6 +224,8 @@ class Terminal:
                     raise ValueError(
                         f"recording: expected one of the colors {list(COLORS)}, got {self._color!r}"
                     )
+            elif piece["erase"]:
+                del self.rows[-1][self._column :]
             elif piece["control"] == "\r":
                 self._column = 0
             elif piece["control"] == "\n":
@@ -214,7 +236,7 @@ class Terminal:
                 self._put(piece["character"])
 
     def _put(self, character: str) -> None:
-        if self._column == COLUMNS:
+        if self._column == self._columns:
             self._next_row()
             self._column = 0
         row = self.rows[-1]
@@ -234,9 +256,9 @@ class Seen(NamedTuple):
     end: float
 
 
-def play(events: list[Event], duration: float) -> tuple[list[Seen], list[tuple[float, int]]]:
+def play(film: Film, events: list[Event], duration: float) -> tuple[list[Seen], list[tuple[float, int]]]:
     """Return the states of all rows, and the number of rows at each time."""
-    terminal, seen = Terminal(), []
+    terminal, seen = Terminal(film.columns), []
     current: dict[int, tuple[Row, float]] = {}
     heights: list[tuple[float, int]] = []
     for event in events:
@@ -258,34 +280,34 @@ MARGIN, BAR = 16, 34
 FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace"
 
 
-def draw(seen: list[Seen], heights: list[tuple[float, int]], duration: float) -> str:
-    """Return the picture as SVG. A row that is not in the last frame is hidden until the animation shows it."""
-    width, height = round(COLUMNS * CHARACTER + 2 * MARGIN), BAR + ROWS * LINE + MARGIN
+def draw(film: Film, seen: list[Seen], heights: list[tuple[float, int]], duration: float, opens: float) -> str:
+    """Return the picture as SVG. A row that is not in the last frame is hidden until the animation shows it. It begins at the time `opens`."""
+    width, height = round(film.columns * CHARACTER + 2 * MARGIN), BAR + film.rows * LINE + MARGIN
     names: dict[tuple[float, float], str] = {}
     groups: dict[tuple[float, float], list[str]] = {}
     for each in seen:
         names.setdefault((each.begin, each.end), f"s{len(names)}")
         groups.setdefault((each.begin, each.end), []).extend(_texts(each))
     rules = [_appear(name, begin, end, duration) for (begin, end), name in names.items()]
-    up = [(at, max(0, count - ROWS) * LINE) for at, count in heights]
+    up = [(at, max(0, count - film.rows) * LINE) for at, count in heights]
     hidden = ' visibility="hidden"'
     body = [
         f'<g class="{names[times]}"{"" if times[1] == duration else hidden}>{"".join(texts)}</g>'
         for times, texts in groups.items()
     ]
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">
-<title>A terminal: make demo, then hwfsdp check 1 on a file not begun, a wrong and a right answer</title>
+<title>A terminal: {film.title}</title>
 <style>
 text{{font:{SIZE}px {FONT};white-space:pre}}
 {"".join(f".c{color}{{fill:{value}}}" for color, value in COLORS.items())}.c1{{font-weight:bold}}
 .s{{animation:up {duration:.2f}s step-end infinite}}
 {_scroll(up, duration)}
-{"".join(rules)}
+{"".join(rules)}*{{animation-delay:-{opens:.2f}s!important}}
 @media (prefers-reduced-motion:reduce){{*{{animation:none!important}}}}
 </style>
 <rect width="{width}" height="{height}" rx="8" fill="#20242c"/>
 <g fill="#4c5361"><circle cx="20" cy="17" r="5"/><circle cx="38" cy="17" r="5"/><circle cx="56" cy="17" r="5"/></g>
-<svg x="{MARGIN}" y="{BAR}" width="{width - 2 * MARGIN}" height="{ROWS * LINE}">
+<svg x="{MARGIN}" y="{BAR}" width="{width - 2 * MARGIN}" height="{film.rows * LINE}">
 <g class="s" transform="translate(0,{-up[-1][1]})">
 {"".join(body)}
 </g></svg></svg>
@@ -344,11 +366,22 @@ def main() -> None:
     if not parser.parse_args().draw:
         with tempfile.TemporaryDirectory() as folder:
             copy_course(Path(folder))
-            write_cast(record(Path(folder)))
-    events, duration = shorten(read_cast())
-    PICTURE.write_text(draw(*play(events, duration), duration))
-    size = PICTURE.stat().st_size
-    print(f"{PICTURE.relative_to(ROOT)}: {duration:.0f} s, {size / 1000:.0f} kB", file=sys.stderr)
+            for film in FILMS:
+                write_cast(film, record(film, Path(folder)))
+                shutil.copy(Path(folder, "first_try.py"), Path(folder, FILE))  # the picture for phones is of this try
+    for film in FILMS:
+        make_picture(film)
+
+
+def make_picture(film: Film) -> None:
+    """Draw a recording. The picture for phones is its last frame."""
+    events, duration = shorten(read_cast(film))
+    opens = max(events, key=lambda event: event.text.count("\n")).at + 1  # the longest output: the demo's results
+    if film is not FILMS[0]:
+        events, opens = [Event(0.0, "".join(event.text for event in events).removesuffix("$\x1b[0m "))], 0.0
+    picture = film.cast.with_suffix(".svg")
+    picture.write_text(draw(film, *play(film, events, duration), duration, opens))
+    print(f"{picture.relative_to(ROOT)}: {duration:.0f} s, {picture.stat().st_size / 1000:.0f} kB", file=sys.stderr)
 
 
 if __name__ == "__main__":

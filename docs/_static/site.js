@@ -1,5 +1,6 @@
-// Pictures are enlarged by a click or by Enter, blocks of code know their columns, cells of stacked tables the names of their columns, and
-// predictions get a box to write in. The text in the box stays in the page. Long names in tables may be broken after an underscore.
+// Pictures are enlarged by a click or by Enter (a picture of the player opens the player below it), blocks of code know their columns, cells
+// of stacked tables the names of their columns, and predictions get a box to write in. The text in the box stays in the page. Long names in
+// tables may be broken after an underscore.
 function enlarge(picture) {
   const dialog = document.createElement("dialog");
   dialog.className = "enlarged";
@@ -26,8 +27,10 @@ document.addEventListener("DOMContentLoaded", () => {
   for (const picture of document.querySelectorAll("article img")) {
     if (picture.closest("a")) continue;  // it leads somewhere
     picture.tabIndex = 0;
-    picture.addEventListener("click", () => enlarge(picture));
-    picture.addEventListener("keydown", (event) => { if (event.key === "Enter") enlarge(picture); });
+    const player = picture.src.includes("/player") && picture.parentElement.nextElementSibling;
+    const act = player?.matches?.("details.player") ? () => { player.open = true; player.scrollIntoView(); } : () => enlarge(picture);
+    picture.addEventListener("click", act);
+    picture.addEventListener("keydown", (event) => { if (event.key === "Enter") act(); });
   }
   for (const block of document.querySelectorAll("article div.highlight pre")) {
     block.style.setProperty("--columns", Math.max(...block.textContent.split("\n").map((line) => line.length)));

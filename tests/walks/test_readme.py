@@ -141,10 +141,12 @@ def test_commands_on_a_page_exist_with_their_options(capsys: pytest.CaptureFixtu
 # --- The recording -----------------------------------------------------------------------------------------
 
 RECORDING = ROOT / "docs" / "_static" / "demo.svg"
+FOR_PHONES = RECORDING.with_stem("demo_phone")
 
 
-def test_the_recording_is_small_and_needs_nothing_else() -> None:
-    text = RECORDING.read_text()
+@pytest.mark.parametrize("recording", [RECORDING, FOR_PHONES], ids=lambda path: path.stem)
+def test_the_recording_is_small_and_needs_nothing_else(recording: Path) -> None:
+    text = recording.read_text()
     assert len(text.encode()) < MOST_BYTES
     addresses = set(re.findall(r"https?://[^\s\"<)]+", text)) - {
         "http://www.w3.org/2000/svg",
@@ -153,8 +155,13 @@ def test_the_recording_is_small_and_needs_nothing_else() -> None:
     assert not addresses and "<script" not in text and "url(" not in text
 
 
+def test_the_picture_for_phones_says_what_is_wrong_with_an_answer_at_once() -> None:
+    text = FOR_PHONES.read_text()
+    assert "spread-evenly" in text and 'visibility="hidden"' not in text
+
+
 def test_the_recording_shows_no_path_of_the_machine_that_made_it() -> None:
-    for path in (RECORDING, RECORDING.with_suffix(".cast")):
+    for path in (each.with_suffix(end) for each in (RECORDING, FOR_PHONES) for end in (".svg", ".cast")):
         assert not re.search(r"/(?:home|root|tmp|Users|work|var)/", path.read_text())
 
 

@@ -86,7 +86,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build a site of three pages and two exercises, as `make docs` does."""
     root = tmp_path_factory.mktemp("checkout")
     pages, built = root / "docs", root / "host" / "course" / "hwfsdp"
-    shutil.copytree(DOCS / "_static", pages / "_static", ignore=shutil.ignore_patterns("demo.*"))
+    shutil.copytree(DOCS / "_static", pages / "_static", ignore=shutil.ignore_patterns("demo*"))
     shutil.copytree(DOCS / "_templates", pages / "_templates")
     for each in EXERCISES:
         shutil.copytree(ROOT / "exercises" / each, root / "exercises" / each)
