@@ -69,7 +69,7 @@ ROWS = (
     Row("mpt-30b", 16, "h100", 10, 2048, "full", 2263),
     Row("mpt-70b", 64, "h100", 8, 2048, "full", 1039),
 )
-_HEAD = ("model", "GPUs", "batch × length", "recomputed", "tokens/s/GPU: published", "predicted", "")
+_HEAD = ("model", "GPUs", "batch × length", "recomputed", "tokens/s: published", "predicted", "")
 _MEMORY = ("GiB: published", "predicted", "")
 
 
