@@ -151,13 +151,14 @@ def _line_about(path: Path) -> str:
 
 
 def copy_exercises(app: Any = None) -> None:
-    """Copy the exercises' pages and pictures to where Sphinx finds them."""
+    """Copy the exercises' pages and pictures to where Sphinx finds them. finish.py chooses between a picture and its dark twin."""
     for page in sorted([*(ROOT / "exercises").rglob("README.md"), *(ROOT / "exercises").glob("lab/bugs.md")]):
         copy = Path(__file__).parent / page.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         is_first = page.name == "README.md"
         below = _PAGES_BELOW.get(page.parent.name, "") if is_first else ""
-        text = _with_note(page.read_text(), "\n".join(_how_to_run(page.parent)) if is_first else "")
+        told = re.sub(r'<picture>\n.*?<img alt="(.*?)" src="(.*?)">\n</picture>', r"![\1](\2)", page.read_text(), flags=re.DOTALL)
+        text = _with_note(told, "\n".join(_how_to_run(page.parent)) if is_first else "")
         _write(copy, text + below)
         for picture in page.parent.glob("*.png"):
             shutil.copyfile(picture, copy.parent / picture.name)

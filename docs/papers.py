@@ -1,7 +1,7 @@
 """Write each picture of the pages twice: on white paper, and on dark paper for readers of dark pages.
 
 `save` writes `picture.png` and, from the same figure, `picture_dark.png`. Sphinx shows the second in the dark theme (finish.py), and
-README.md names both. On dark paper
+README.md and the exercises' pages name both. On dark paper
 
 - black, white and greys change places, and so does everything made of them: paper, letters, frames, grids, copies;
 - colors of operations and kinds stay; the colors of ranks that are nearly black become lighter;

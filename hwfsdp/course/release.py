@@ -140,11 +140,13 @@ def _for_students(page: Path, last: str) -> str:
 
 def _leave_out_pictures(out: Path) -> None:
     """Remove pictures that no page of the edition shows. Some are for the site's dark theme, others belong to parts that are left out."""
+    shown = ("({})", '"{}"')  # in Markdown and in HTML
     texts = {
         path: path.read_text(encoding="utf-8") for kind in ("*.md", "*.ipynb") for path in out.rglob(kind)
     }
     for picture in list(out.rglob("*.png")):
-        if not any(f"({os.path.relpath(picture, page.parent)})" in text for page, text in texts.items()):
+        names = {page: os.path.relpath(picture, page.parent) for page in texts}
+        if not any(way.format(names[page]) in text for page, text in texts.items() for way in shown):
             picture.unlink()
 
 

@@ -183,7 +183,7 @@ def test_each_picture_of_a_page_has_a_twin_of_the_same_size_for_dark_pages() -> 
     shown = {
         page.parent / name
         for page in pages
-        for name in re.findall(r"!\[[^\]]*\]\(([\w/.]+)\)", page.read_text())
+        for name in re.findall(r"(?:!\[[^\]]*\]\(|<img [^>]*src=\")([\w/.]+\.\w+)", page.read_text())
     }
     shown = {path for path in shown if str(path.relative_to(ROOT)) not in FOREIGN}
     assert len(shown) > 40
@@ -205,7 +205,7 @@ def test_every_player_of_the_site_has_a_page_and_a_place_on_it(monkeypatch: pyte
         page = next(
             root / f"{player.page}.md" for root in (ROOT, DOCS) if (root / f"{player.page}.md").exists()
         )
-        place = rf"[/ (]{player.at}\b" if player.at.endswith(".png") else f"## {player.at}"
+        place = rf"[/ (\"]{player.at}\b" if player.at.endswith(".png") else f"## {player.at}"
         assert re.search(place, page.read_text(), re.IGNORECASE), name
 
 
