@@ -53,11 +53,16 @@ print(f"{count:,} parameters in {len(shapes)} tensors")
 # %%
 from matplotlib.figure import Figure
 
+from hwfsdp.plot import style
+
+COLORS = (style.BLUE, style.ORANGE, style.GREEN, style.VERMILION, style.PURPLE)
+
 
 def draw_states(shapes, ranks, adam, shards=None, unit=2**30):
     """Draw the bytes that a rank holds against the number of ranks, a line for each strategy."""
     figure = Figure(figsize=(8.2, 4.0), layout="constrained")
     axes = figure.add_subplot()
+    axes.set_prop_cycle(color=COLORS)
     for strategy, marker in zip(Strategy, "s^Dov"):
         counts = [
             n for n in ranks if strategy.name != "HSDP" or shards and n % shards == 0

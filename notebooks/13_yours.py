@@ -75,8 +75,9 @@ if "yours" in steps:
 # The step player shows the steps on one clock. If there are two logs, **A** is yours and **B** is hwfsdp's.
 
 # %%
-logs = [compare.drawn(step) for step in steps.values()]
-logs[0].view(*logs[1:], names=tuple(steps)) if len(logs) > 1 else logs[0].view()
+from hwfsdp.plot.player import make_page
+
+make_page([(name, compare.drawn(step)) for name, step in steps.items()])
 
 # %% [markdown]
 # If everything is right and you want to learn more, make a mistake in one line of your file. Predict: which test will notice
