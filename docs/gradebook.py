@@ -60,16 +60,15 @@ def graded(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Write gradebook.png and gradebook_dark.png, the top of the page, down to the misconceptions."""
+    """Write gradebook.png and gradebook_dark.png, the top of the page, down to the fourth misconception."""
     with tempfile.TemporaryDirectory() as folder:
         page = graded(Path(folder))
         with browser(Path(folder, "browser")) as tab:
             for name, dark in (("gradebook", False), ("gradebook_dark", True)):
                 tab.look(WIDTH, 600, dark=dark)
                 tab.open(page.absolute().as_uri())
-                end = tab.run(
-                    "Math.ceil(document.querySelector('.columns').getBoundingClientRect().bottom) + 10"
-                )
+                fourth = "document.querySelectorAll('.columns tr')[4]"  # below the head of the table
+                end = tab.run(f"Math.ceil({fourth}.getBoundingClientRect().bottom)")
                 tab.call(
                     "Emulation.setDeviceMetricsOverride",
                     width=WIDTH,

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +191,12 @@ class Gradebook:
         ]
 
     def columns(self) -> list[tuple[str, int]]:
-        """The columns of the histogram: the points at which each begins, and its number of submissions."""
+        """The columns of the histogram: the whole points that each counts, from–to, and its number of submissions."""
         most = max(1, self.most)
         places = Counter(min(COLUMNS - 1, self.score(result) * COLUMNS // most) for result in self.results)
-        return [(f"{most * index / COLUMNS:.0f}–", places[index]) for index in range(COLUMNS)]
+        begins = [-(-most * index // COLUMNS) for index in range(COLUMNS)] + [most + 1]
+        names = [str(a) if a + 1 == b else f"{a}–{b - 1}" if a < b else "" for a, b in pairwise(begins)]
+        return [(name, places[index]) for index, name in enumerate(names)]
 
     def misconceptions(self) -> list[tuple[str, int, str]]:
         """The misconceptions, the commonest first: id, number of submissions, and the exercises where they were seen."""

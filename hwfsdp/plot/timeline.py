@@ -16,7 +16,8 @@ clocks; the log says how well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -271,6 +272,7 @@ def _draw_band(axes: Axes, lanes: _Lanes, events: Sequence[Event]) -> None:
     drawn = draw(events)
     for span in drawn.values():
         _draw_span(axes, lanes, span)
+    _draw_labels(axes, lanes, drawn.values())
     if not _arrows_left_out(events):
         for source, target in _dependencies(events):
             _draw_arrow(axes, lanes, drawn[source.rank, source.seq], drawn[target.rank, target.seq])
@@ -323,22 +325,31 @@ def _pale(look: style.Look) -> str:
 
 def _draw_span(axes: Axes, lanes: _Lanes, span: Drawn) -> None:
     event, height = span.event, _height(lanes, span)
-    look = style.look_of_op(event.op)
-    face = _pale(look) if _is_outer(span) else look.color
+    look, face = style.look_of_op(event.op), _face(span)
     corner = span.start / 1e3, lanes.rows[event.stream].middle - height / 2
     size, gid = ((span.end - span.start) / 1e3, height), f"rank {event.rank} seq {event.seq}"
     sheet.add_box(axes, corner, size, look, gid, facecolor=face, zorder=2.0 + 0.1 * span.depth)
-    _draw_label(axes, lanes, span, face)
 
 
-def _draw_label(axes: Axes, lanes: _Lanes, span: Drawn, face: str) -> None:
-    """Write the owner into the widest part of the bar that no inner bar covers, if it fits."""
-    start, end = max(_uncovered(span), key=lambda gap: gap[1] - gap[0])
-    room = (end - start) * lanes.points_per_us - 4.0
-    text = _fitting(span.event.owner, room)
-    if text:
-        middle = lanes.rows[span.event.stream].middle
-        style.draw_label(axes, ((start + end) / 2e3, middle), text, face)
+def _face(span: Drawn) -> str:
+    look = style.look_of_op(span.event.op)
+    return _pale(look) if _is_outer(span) else look.color
+
+
+def _draw_labels(axes: Axes, lanes: _Lanes, spans: Iterable[Drawn]) -> None:
+    """Write owners into bars where they fit: into the widest part that no inner bar covers. In a row of bars, all are cut like the shortest."""
+    found: list[tuple[Drawn, tuple[str, int], float, str]] = []
+    kept: dict[tuple[str, int], int] = {}  # the stream and depth of a row → components of its shortest owner
+    for span in spans:
+        start, end = max(_uncovered(span), key=lambda gap: gap[1] - gap[0])
+        if text := _fitting(span.event.owner, (end - start) * lanes.points_per_us - 4.0):
+            row = span.event.stream, span.depth
+            parts = len(text.split(".")) if text != span.event.owner else sys.maxsize
+            kept[row] = min(parts, kept.get(row, sys.maxsize))
+            found.append((span, row, (start + end) / 2e3, text))
+    for span, row, middle, text in found:
+        text = ".".join(text.split(".")[-kept[row] :])
+        style.draw_label(axes, (middle, lanes.rows[span.event.stream].middle), text, _face(span))
 
 
 def _uncovered(span: Drawn) -> Iterator[tuple[float, float]]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from classes import FILES, RIGHT, SMALL, command, graded, write_class, zipped
 from hwfsdp import UsageError
 from hwfsdp.course.gradebook import grade
 from hwfsdp.course.pool import Options
+from hwfsdp.course.results import Gradebook
 
 OfClass = tuple[Path, subprocess.CompletedProcess[str]]  # the gradebook, and what the command said
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends processes with their parent")
@@ -200,3 +202,12 @@ def test_what_cannot_be_graded_is_refused(tmp_path: Path) -> None:
         grade([tmp_path / "none"], Options(SMALL, tmp_path / "out"))
     with pytest.raises(UsageError, match="which is empty"):
         grade([tmp_path], Options(SMALL, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("most", [1, 5, 33, 100])
+def test_each_score_is_counted_in_the_column_that_names_it(most: int) -> None:
+    for points in range(most + 1):
+        book = SimpleNamespace(most=most, results=[points], score=lambda result: result)
+        [name] = [name for name, count in Gradebook.columns(book) if count]
+        begin, _, end = name.partition("–")
+        assert int(begin) <= points <= int(end or begin)

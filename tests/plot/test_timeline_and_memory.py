@@ -135,6 +135,15 @@ def test_each_bar_has_the_color_of_a_key_and_only_spans_around_spans_of_their_ki
         assert bar.get_facecolor() == labels[name]
 
 
+def test_owners_in_a_row_of_bars_are_cut_alike() -> None:
+    narrow = event(0, "forward", "compute", 0.0, 30.0, owner="blocks.1")
+    wide = event(1, "forward", "compute", 30.0, 940.0, owner="blocks.2")
+    texts = {text.get_text() for text in plot_timeline(EventLog([narrow, wide])).axes[0].texts}
+    assert {"1", "2"} <= texts and not any("blocks" in text for text in texts)
+    texts = {text.get_text() for text in plot_timeline(EventLog([wide])).axes[0].texts}
+    assert "blocks.2" in texts
+
+
 def test_the_end_of_a_step_is_marked_where_another_follows() -> None:
     log = training_log(ranks=2, groups=2, steps=3)
     figure = plot_timeline(log)
