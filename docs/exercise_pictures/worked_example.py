@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hwfsdp.features.api import fully_shard
+from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Axes, Figure
