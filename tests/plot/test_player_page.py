@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from browser import Tab, browser, find_browser
+from figures import events_of
 
 from hwfsdp import EventLog
 from hwfsdp.core.sharding import chunk_extent
