@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import Any
+
+import torch
 
 from hwfsdp.course.probing import Report, attempt, submitted
 
@@ -19,7 +22,8 @@ def of_all_ranks(n: int, world_size: int) -> list[Any]:
 
 
 def plain(value: Any) -> Any:
-    """Keep integers, also in lists and tuples, and turn anything else into text: a float is not a number of rows."""
+    """Keep integers, also numpy's, also in lists and tuples. Turn anything else into text: a float is not a number of rows."""
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
-    return value if type(value) is int else repr(value)
+    is_integer = hasattr(value, "__index__") and not isinstance(value, bool | torch.Tensor)
+    return operator.index(value) if is_integer else repr(value)

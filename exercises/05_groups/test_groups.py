@@ -94,7 +94,7 @@ def test_closed_forms(ranks, seed):
 def why_wrong(call, found, right):
     """The likely misconception."""
     if not isinstance(found, int):
-        return "bytes-for-numbers"
+        return "float-for-integer"
     exact = 4 * sum(math.prod(shape) for shape in call["shapes"])
     shards = {"ddp": 1, "hybrid": call.get("shards")}.get(call["strategy"], call["world_size"])
     if found in (exact, 2 * exact) and any(shape[0] % shards for shape in call["shapes"]):
@@ -113,6 +113,10 @@ def test_bytes(ranks, seed, measured):
     said = ranks(1).ask(probe_traffic, "traffic", calls=calls_of(seed))[0][0]
     for op in ("reduce_scatter", "all_gather"):
         nbytes = sum(each[2] for each in laws.moved(found[0], "", op))
+        if not isinstance(said.get(op, 0), int):
+            raise Finding(
+                "float-for-integer", f"traffic() says {said[op]} B of {laws.NAMES[op]}.", nbytes, said[op]
+            )
         measured(
             f"{laws.NAMES[op]} of a step of {PLAIN.name}",
             f"{nbytes:,} B; traffic() says {said.get(op, 0):,} B",

@@ -202,7 +202,6 @@ def trained(scenario: Scenario, seed: int, shard: Shard, is_observed: bool = Tru
     """
     built, watcher = scenarios.build(scenario, seed), Watcher(scenario.about, refuses=True)
     model = sharded(built, scenario, shard)
-    params = dict(model.named_parameters())
     found: dict[str, Any] = {"rows": described(model), "places": places_of(model)}
     training = _Training(scenario, seed, built, watcher)
     with ExitStack() as instruments:  # around all steps: to enter them costs as much as a step
@@ -215,8 +214,7 @@ def trained(scenario: Scenario, seed: int, shard: Shard, is_observed: bool = Tru
         phase: [[e.op, e.owner, e.bytes, e.dtype] for e in log.collectives() if start <= e.seq < end]
         for phase, (start, end) in second.items()
     }
-    kept = {name: param is params.get(name) for name, param in model.named_parameters()}
-    return found | training.found | {"after": described(model), "kept": kept}
+    return found | training.found
 
 
 class _Training:
@@ -251,6 +249,9 @@ class _Training:
                     self.forward(0)
             optimizer.step()
             optimizer.zero_grad()
+        # before the last forward, which no backward follows: the file may leave parameters whole
+        found["after"] = described(model)
+        found["kept"] = {name: param is params.get(name) for name, param in model.named_parameters()}
         with torch.no_grad():
             outputs = tensors_in(self.forward(0))
         found["output"] = [str(t.dtype) for t in outputs if t.is_floating_point()]

@@ -116,17 +116,21 @@ def rows_of(whole: Tensor, rank: int, size: int) -> Tensor:
 
 def same_objects(found: Facts, scenario: Scenario) -> None:
     """Parameters are the same objects after training steps, so that the optimizer has them."""
-    for rank, facts in enumerate(found):
-        for name in (name for name, kept in facts["kept"].items() if not kept):
+    others = [
+        (rank, name) for rank, facts in enumerate(found) for name, kept in facts["kept"].items() if not kept
+    ]
+    for (
+        rank,
+        name,
+    ) in others:  # first: a whole parameter of a rank that has all rows looks like another object
+        rows, before = (found[rank][moment][name]["rows"] for moment in ("after", "rows"))
+        if rows is not None and before is not None and rows.shape != before.shape:
             where = f"{scenario.name}, rank {rank}: after {scenario.steps} steps, {name}"
-            rows, before = facts["after"][name]["rows"], facts["rows"][name]["rows"]
-            if rows is not None and before is not None and rows.shape != before.shape:
-                said = (
-                    f"{where} is still the whole parameter, with shape {tuple(rows.shape)}. {scenario.about}"
-                )
-                raise Finding("not-freed", said.rstrip(), tuple(before.shape), tuple(rows.shape))
-            said = f"{where} is a different object than before."
-            raise Finding("object-replaced", said, "the same nn.Parameter", "a new one")
+            said = f"{where} is still the whole parameter, with shape {tuple(rows.shape)}. {scenario.about}"
+            raise Finding("not-freed", said.rstrip(), tuple(before.shape), tuple(rows.shape))
+    for rank, name in others:
+        said = f"{scenario.name}, rank {rank}: after {scenario.steps} steps, {name} is a different object than before."
+        raise Finding("object-replaced", said, "the same nn.Parameter", "a new one")
 
 
 # --- What is computed --------------------------------------------------------------------------------------

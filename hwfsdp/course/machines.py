@@ -121,7 +121,7 @@ class Program:
         """Build the model, sharded by `shard(module, name)`, if there is one."""
         blocks = [Block(self.config) for _ in range(self.config.layers)]
         model: nn.Module = GPT(self.config) if self.language else Scaled(self.gain * self.config.dim, *blocks)
-        for name, block in model.named_modules():
+        for name, block in [*model.named_modules()]:
             if shard and isinstance(block, Block):
                 if self.inner:
                     shard(block.get_submodule(self.inner), f"{name}.{self.inner}")
@@ -156,7 +156,7 @@ RACE = {
 }
 
 
-REDUCTIONS = tuple(op for op in COLLECTIVES if op != "all_gather")
+REDUCTIONS = tuple(op for op in COLLECTIVES if op not in ("all_gather", "barrier"))
 PRODUCTS = ("mm", "addmm")  # kernels that read a weight matrix
 KERNELS = (*PRODUCTS, "native_layer_norm", "native_layer_norm_backward")  # all kernels that read parameters
 
@@ -187,18 +187,18 @@ def stepped(program: Program, machine: str, shard: Shard) -> dict[str, Any]:
         stream_sets: the number of stream sets that the file makes in the step.
         step_us: until the host and all streams are done. peak_bytes: most bytes alive at once.
     """
-    with sets_apart() as made, MACHINES[machine].entered() as world:
-        runner = Runner(program, world, shard)
+    watch = Watch()
+    with sets_apart() as made, MACHINES[machine].entered() as world, watch.seeing_blocks():
+        runner = Runner(program, world, shard, watch)
         runner.warm_up()
         gc.collect()
         world.allocator.reset_peak()
         world.restart()
         before = len(made)
         with record() as log:
-            with runner.watch.looking(), logged() as watcher:
+            with watch.looking(world), logged() as watcher:
                 runner.step(watcher.unseen)
             world.clock.synchronize()
-        watch = runner.watch
         return {
             "events": [event.as_dict() for event in log.events],
             "marks": watch.marks,
@@ -216,7 +216,7 @@ def stepped(program: Program, machine: str, shard: Shard) -> dict[str, Any]:
 def computing(program: Program, machine: str) -> dict[str, float]:
     """Return the µs in which the program's model computes on this machine if it is not sharded: "forward", "backward"."""
     with MACHINES[machine].entered() as world:
-        runner = Runner(program, world, None)
+        runner = Runner(program, world, None, Watch())
         runner.warm_up()
     times = [0.0, *(us for _, _, us in runner.ends)]
     return {part: end - begin for (part, _, end), begin in zip(runner.ends, times, strict=False)}
@@ -248,14 +248,13 @@ class Runner:
         watch: watches the step. ends, output: see `stepped`.
     """
 
-    def __init__(self, program: Program, world: World, shard: Shard | None) -> None:
-        self.program, self.world, self.config = program, world, program.config
+    def __init__(self, program: Program, world: World, shard: Shard | None, watch: Watch) -> None:
+        self.program, self.world, self.config, self.watch = program, world, program.config, watch
         self.model = program.build(shard)
         if program.updates:  # torch's optimizers import its compiler, which takes a second
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=False)
         self.ends, self.output = list[tuple[str, int, float]](), tuple[int, ...]()
-        modules = self.model.named_modules()
-        self.watch = Watch(world, {each: name for name, each in modules if isinstance(each, Block)})
+        watch.names |= {each: name for name, each in self.model.named_modules() if isinstance(each, Block)}
         if program.language:
             self.batch = torch.zeros(2, self.config.seq_len, dtype=torch.int64)
         else:
@@ -302,18 +301,16 @@ class Runner:
 class Watch:
     """Notes which unit computes, from outside the student's file.
 
-    Args:
-        names: the names of units.
-
     Attributes:
+        names: the names of units.
         marks: (number of the first event, op, unit) whenever a forward or a backward of a unit begins, or ends: then the unit is "".
         kernels: (begin, end, number of the next event) of each kernel on the compute stream, in µs.
         samples: (µs, bytes alive) after each kernel, in the order of issue, where the bytes differ. The µs are those at which the
             compute stream gets there: the host of a GPU runs far ahead.
     """
 
-    def __init__(self, world: World, names: dict[Block, str]) -> None:
-        self.world, self.names = world, names
+    def __init__(self) -> None:
+        self.names: dict[Block, str] = {}
         self.marks: list[tuple[int, str, str]] = []
         self.kernels: list[tuple[float, float, int]] = []
         self.samples: list[tuple[float, int]] = []
@@ -324,17 +321,9 @@ class Watch:
             self.marks.append((len(recorder.drafts), op, unit))
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        clock, memory = self.world.clock, self.world.allocator
-        run, forward, names = clock.run, Block.forward, self.names
-
-        def watched_run(us: float) -> None:
-            run(us)
-            recorder = events.active()
-            if us and clock.current == "compute" and recorder:
-                self.kernels.append((clock.ends["compute"] - us, clock.ends["compute"], len(recorder.drafts)))
-            if not self.samples or self.samples[-1][1] != memory.allocated:
-                self.samples.append((clock.now("compute"), memory.allocated))
+    def seeing_blocks(self) -> Iterator[None]:
+        """See the forward of each block, also if the file keeps the function when it shards the block."""
+        forward, names = Block.forward, self.names
 
         def watched_forward(block: Block, x: Tensor) -> Tensor:
             self.enter("forward", names.get(block, ""))
@@ -344,10 +333,24 @@ class Watch:
                 out.register_hook(lambda grad: self.enter("backward", names.get(block, "")))
             return out
 
-        with (
-            mock.patch.object(clock, "run", watched_run),
-            mock.patch.object(Block, "forward", watched_forward),
-        ):
+        with mock.patch.object(Block, "forward", watched_forward):
+            yield
+
+    @contextmanager
+    def looking(self, world: World) -> Iterator[None]:
+        """Note the kernels and the memory of a step."""
+        clock, memory = world.clock, world.allocator
+        run = clock.run
+
+        def watched_run(us: float) -> None:
+            run(us)
+            recorder = events.active()
+            if us and clock.current == "compute" and recorder:
+                self.kernels.append((clock.ends["compute"] - us, clock.ends["compute"], len(recorder.drafts)))
+            if not self.samples or self.samples[-1][1] != memory.allocated:
+                self.samples.append((clock.now("compute"), memory.allocated))
+
+        with mock.patch.object(clock, "run", watched_run):
             yield
 
 

@@ -101,6 +101,8 @@ def on_rank(order: Order) -> bytes:
             limit_processor(SECONDS)
             out.begin(number)
             report = Report()
+            if question.simulated and number:  # streams that the file keeps belong to the machine before
+                load_again()
             probe(report, **question.arguments)
             _write(folder / f"answer {number} {rank}", sealed(report))
     except Exception as error:

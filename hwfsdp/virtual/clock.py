@@ -30,8 +30,10 @@ class Clock:
 
     Attributes:
         host: the host's time now. ends: for each stream, the time when all work issued on it ends. current: the stream on which
-            operators run.
+            operators run. restarts: how often the time was set to 0.
     """
+
+    restarts = 0
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -67,14 +69,15 @@ class Clock:
         """Set the time of the host and of all streams to 0, without pending work."""
         self.host = 0.0
         self.ends = defaultdict(float, dict.fromkeys(STREAMS, 0.0))
+        self.restarts += 1
 
 
 class VirtualEvent(StreamEvent):
-    """A point in a stream, and its time in µs."""
+    """A point in a stream, and its time in µs. After a restart of the clock, the event is past."""
 
-    def __init__(self, stream: Stream, us: float) -> None:
+    def __init__(self, stream: Stream, us: float, restarts: int) -> None:
         super().__init__(stream)
-        self.us = us
+        self.us, self.restarts = us, restarts
 
 
 class VirtualStream(Stream):
@@ -94,10 +97,10 @@ class VirtualStream(Stream):
         self.clock.host = self.clock.now(self.name)
 
     def _record(self) -> VirtualEvent:
-        return VirtualEvent(self, self.clock.now(self.name))
+        return VirtualEvent(self, self.clock.now(self.name), self.clock.restarts)
 
     def _wait(self, event: StreamEvent) -> None:
-        if isinstance(event, VirtualEvent):
+        if isinstance(event, VirtualEvent) and event.restarts == self.clock.restarts:
             self.clock.wait(self.name, event.us)
 
     @contextmanager
