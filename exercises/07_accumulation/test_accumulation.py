@@ -22,17 +22,20 @@ MIXED = SUMMED._replace(
 SHORTENED = SUMMED._replace(name="micro-batches, of which the last leaves layers out", model="shortened")
 BOTH = SHORTENED._replace(name="whole until the last micro-batch, which leaves layers out", keep=True)
 WHOLE = Scenario("reshard_after_forward=False", "gpt of two layers", steps=2, reshard=False)
+ROOT = WHOLE._replace(name="reshard_after_forward=False for the root alone", of_root=True)
+ONE_OFF = Scenario("a unit with set_requires_gradient_sync(False)", "gpt of two layers", one_off=True)
 WIDE = BOTH._replace(model="wide and shortened")
 
 
 @pytest.mark.points(1, ask="How does a unit know that a micro-batch is the last?")
-def test_sync(ranks, seed):
-    """Only the last micro-batch reduces, once per unit."""
-    found = ranks(3).train(SUMMED, seed)
-    units = len(scenarios.build(SUMMED, seed).units)
-    for micro in range(MICROS):
-        phase, number = f"backward {micro}", units if micro == MICROS - 1 else 0
-        laws.counts(found, SUMMED, seed, phase, "reduce_scatter", number, "reduced-too-often", "not-reduced")
+@pytest.mark.parametrize("model", [SUMMED, ONE_OFF], ids=str)
+def test_sync(ranks, seed, model):
+    """Only the last micro-batch reduces, once per unit. A switch is one of its module and those below: other units reduce."""
+    found = ranks(3).train(model, seed)
+    units = len(scenarios.build(model, seed).units) - model.one_off
+    for micro in range(model.micros):
+        phase, number = f"backward {micro}", units if micro == model.micros - 1 else 0
+        laws.counts(found, model, seed, phase, "reduce_scatter", number, "reduced-too-often", "not-reduced")
 
 
 @pytest.mark.points(2, ask="Where does a whole gradient wait until it is reduced?")
@@ -49,11 +52,13 @@ def test_gradients(ranks, seed, model):
 
 
 @pytest.mark.points(1, ask="Which units are whole when the backward begins?")
-def test_whole(ranks, seed):
-    """With reshard_after_forward=False, a backward gathers nothing."""
-    found = ranks(3).train(WHOLE, seed)
-    laws.counts(found, WHOLE, seed, "backward", "all_gather", 0, "resharded-anyway", "not-gathered")
-    laws.same_numbers(found, WHOLE, seed)
+@pytest.mark.parametrize("model", [WHOLE, ROOT], ids=str)
+def test_whole(ranks, seed, model):
+    """With reshard_after_forward=False, a backward does not gather a unit again. Other units are gathered as before."""
+    found = ranks(3).train(model, seed)
+    number = len(scenarios.build(model, seed).units) - 1 if model.of_root else 0
+    laws.counts(found, model, seed, "backward", "all_gather", number, "resharded-anyway", "not-gathered")
+    laws.same_numbers(found, model, seed)
 
 
 @pytest.mark.points(1, ask="Which code frees the units after the last micro-batch?")

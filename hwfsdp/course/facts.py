@@ -291,6 +291,9 @@ def set_switches(built: Built, scenario: Scenario, micro: int) -> bool:
             module.set_requires_gradient_sync(last)
         if scenario.keep:
             module.set_reshard_after_backward(last)
+    if scenario.one_off:
+        first: Any = built.units[0][1]
+        first.set_requires_gradient_sync(False)
     return last
 
 

@@ -31,7 +31,8 @@ class Scenario(NamedTuple):
     Attributes:
         model: a name in `MODELS`. steps: of the optimizer. micros: micro-batches in each of them.
         sync_last: gradients are reduced only after the last micro-batch. keep: parameters stay whole until then.
-        reshard: `reshard_after_forward`, or None to leave it out. policy: keywords of `MixedPrecisionPolicy`.
+        reshard: `reshard_after_forward`, or None to leave it out. of_root: True if it is given to the root alone.
+        one_off: True if the first unit does not reduce. policy: keywords of `MixedPrecisionPolicy`.
         evaluated: each step of the optimizer comes after a forward without gradients.
         peeked: before the second step there is a forward without a backward, as when only the loss is needed.
         about: what is unusual about this model; a sentence for a finding.
@@ -44,6 +45,8 @@ class Scenario(NamedTuple):
     sync_last: bool = False
     keep: bool = False
     reshard: bool | None = None
+    of_root: bool = False
+    one_off: bool = False
     policy: tuple[tuple[str, Any], ...] = ()
     evaluated: bool = False
     peeked: bool = False
@@ -53,7 +56,8 @@ class Scenario(NamedTuple):
         """Return keywords of `fully_shard`. All outputs have the dtype of the whole model's output."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        options: dict[str, Any] = {} if self.reshard is None else {"reshard_after_forward": self.reshard}
+        is_given = self.reshard is not None and (is_root or not self.of_root)
+        options: dict[str, Any] = {"reshard_after_forward": self.reshard} if is_given else {}
         policy = {name: dtype for name, dtype in self.policy if is_root or name != "output_dtype"}
         return options | ({"mp_policy": MixedPrecisionPolicy(**policy)} if policy else {})
 
