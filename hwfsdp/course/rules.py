@@ -5,6 +5,7 @@
     texts              names in texts count as attributes: `getattr`, `attrgetter` and others take names as texts
     built-ins          no exec, eval, open …; of imported things, `getattr` and `vars` read only names that stand there as a text
     stores             none on imported things: a file changes its own objects, and the model that it gets
+    own names          a name that the file gives to its own functions and attributes is its own, if it is private or an ordinary word
 
 A scan of a text cannot be complete: a name that is put together while the file runs shows nothing. It says early, and with a line, what
 no answer needs. The operating system is the wall (`walls`), and docs/grading.md says what a determined student could still do.
@@ -31,6 +32,7 @@ OPEN, CLOSED, IMPORTED, OF_TORCH, NEVER, WORDS, DUNDER, PRIVATE, BUILT_IN, BY_NA
     frozenset(_WORDS[name].split())
     for name in "open closed imported of_torch never words dunder private built_in by_name".split()
 )
+ORDINARY = (NEVER & WORDS) - {"builtins"}  # names that a student may give to something else
 
 
 class Use(NamedTuple):
@@ -54,7 +56,9 @@ def read(path: Path, may: Iterable[str] = ()) -> tuple[str, Finding | None]:
     if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
         return "", Finding("not-python", f"{path.name} is not a file of at most {LARGEST >> 20} MiB.")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(
+            encoding="utf-8-sig"
+        )  # editors on Windows begin a file with a mark of its encoding
         # under a file's own name, an error would quote the file of this name in the current folder: the starter
         compile(text, f"<{path.name}>", "exec", dont_inherit=True)
         use = refused(text, may)
@@ -78,19 +82,19 @@ class _Scan:
 
     Attributes:
         imported: names in the file for imported things, and for what is assigned from them; with their whole names.
-        own: names that the file itself gives to something.
+        own: names that the file itself gives to functions, classes and variables. stored: names of attributes that it writes.
     """
 
     def __init__(self, tree: ast.Module, may: frozenset[str]) -> None:
         self.nodes, self.may = list(ast.walk(tree)), may
-        self.imported, self.own = dict[str, str](), set[str]()
+        self.imported, self.own, self.stored = dict[str, str](), set[str](), set[str]()
         for node in self.nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self.imported |= dict(_names_of(node))
             elif isinstance(node, ast.FunctionDef | ast.ClassDef):
                 self.own.add(node.name)
-            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                self.own.add(node.id if isinstance(node, ast.Name) else node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.own.add(node.id)
         for node in self.nodes:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             if whole := self.dotted(getattr(node, "value", None)):
@@ -98,6 +102,9 @@ class _Scan:
         for node in self.nodes:
             if isinstance(node, ast.arg):  # in that function, the name stands for something else
                 self.imported.pop(node.arg, None)
+        for node in self.nodes:
+            if (found := _store(node)) and not self.dotted(found.of):
+                self.stored.add(found.name)
         self.called = {id(node.func): node for node in self.nodes if isinstance(node, ast.Call)}
 
     def uses(self) -> Iterator[Use]:
@@ -161,10 +168,14 @@ class _Scan:
 
     def attribute(self, name: str, of: ast.expr | None = None) -> str:
         """Say what is wrong with an attribute of this name; "" if nothing is."""
-        if (name in NEVER and name not in self.may) or (_is_dunder(name) and name not in DUNDER):
+        own = self.own | self.stored
+        is_own = name in ORDINARY & own and not self.dotted(of)
+        if (name in NEVER and name not in self.may and not is_own) or (
+            _is_dunder(name) and name not in DUNDER
+        ):
             return f"uses {name}"
         is_self = of is not None and ast.unparse(of) in ("self", "cls", "super()")
-        is_known = is_self or name in self.own | PRIVATE | DUNDER | OF_TORCH | self.may
+        is_known = is_self or name in own | PRIVATE | DUNDER | OF_TORCH | self.may
         return f"uses {name}, a private name of other code" if name[:1] == "_" and not is_known else ""
 
     def text(self, text: str) -> str:
@@ -203,6 +214,34 @@ class _Scan:
             return f"changes {whole}, which is not its own"
         is_plain = isinstance(named, ast.Constant) and not self.is_closed(f"{whole}.{text}")
         return self.attribute(text) if is_plain else f"reads {whole} by a name that is put together"
+
+
+class _Store(NamedTuple):
+    """An attribute that a file writes, and the expression that it belongs to."""
+
+    of: ast.expr
+    name: str
+
+
+def _store(node: ast.AST) -> _Store | None:
+    """Return the attribute that this node writes, by its name or by a text; None if it writes none."""
+    match node:
+        case ast.Attribute(value=of, attr=name, ctx=ast.Store()):
+            return _Store(of, name)
+        case ast.Call(func=ast.Name(id="setattr"), args=[of, ast.Constant(value=str(name)), *_]):
+            return _Store(of, name)
+        case ast.Call(
+            func=ast.Attribute(value=ast.Attribute(value=of, attr="__dict__"), attr="setdefault"),
+            args=[ast.Constant(value=str(name)), *_],
+        ):
+            return _Store(of, name)
+        case ast.Subscript(
+            value=ast.Attribute(value=of, attr="__dict__"),
+            slice=ast.Constant(value=str(name)),
+            ctx=ast.Store(),
+        ):
+            return _Store(of, name)
+    return None
 
 
 def _names_of(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:

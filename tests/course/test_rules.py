@@ -30,6 +30,14 @@ HONEST = {
     "autograd's callback": "from torch.autograd import Variable\nVariable._execution_engine.queue_callback(f)",
     "registered parameters": "def f(module, name, shard):\n    module._parameters[name] = shard\n    del module._parameters[name]",
     "the policy": "from torch.distributed.fsdp import MixedPrecisionPolicy",
+    "a word of torch as its own attribute": "def f(module, group):\n    module.fsdp = group\n    module.fsdp.gather()",
+    "words of torch as its own names": "class Group:\n    def allgather(self):\n        self.paused = False\n"
+    "def f(group):\n    return group.allgather(), group.paused",
+    "setattr of a private name": "def f(param):\n    setattr(param, '_is_shard', True)\n"
+    "    return param._is_shard or getattr(param, '_is_shard', False)",
+    "a private name in __dict__": "def f(module, group):\n    module.__dict__['_group'] = group\n    return module._group",
+    "a private name by setdefault": "def f(module):\n    module.__dict__.setdefault('_groups', [])\n    return module._groups",
+    "slots of a class in a WeakSet": "class Group:\n    __slots__ = ('shard', '__weakref__')",
     "the environment": "import os\nrank = int(os.environ['RANK'])",
 }
 DIGGING = {
@@ -46,6 +54,9 @@ DIGGING = {
     "uses tb_frame": "match error:\n    case Error(tb_frame=frame):\n        pass",
     "uses _recorder, a private name of other code": "stream.copy.record()._recorder",
     "uses exec, which no answer needs": "exec('x = 1')",
+    "uses open, which no answer needs": "class A:\n    def f(self):\n        self.open = 1\n        open('x')",
+    "uses allgather": "import torch.distributed as dist\ndef allgather():\n    dist.group.WORLD.allgather(x)",
+    "uses builtins": "class A:\n    def f(self):\n        self.builtins = 1\n        x.builtins",
     "hands on getattr": "list(map(getattr, things, names))",
     "reads hwfsdp.collectives by a name that is put together": "import hwfsdp.collectives as c\nvars(c)['ev' + 'ents']",
     "changes torch.equal, which is not its own": "import torch\ntorch.equal = print",
@@ -78,6 +89,11 @@ def test_a_name_that_no_answer_needs_is_refused_with_its_line() -> None:
 def test_an_exercise_may_open_further_names() -> None:
     assert refused("import os\nos.replace(a, b)\nopen(a)", ["os", "open"]) is None
     assert refused("import os\nos.sys.modules", ["os.replace"]) is not None
+
+
+def test_a_mark_of_the_encoding_before_the_text_is_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_bytes(b"\xef\xbb\xbfx = 1\n")
+    assert read(tmp_path / "x.py") == ("x = 1\n", None)
 
 
 NO_PYTHON = {
