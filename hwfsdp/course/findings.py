@@ -21,7 +21,7 @@ class Misconception(NamedTuple):
     """A student's probable belief or mistake, and a question that leads on.
 
     Attributes:
-        fatal: nothing after it can be judged. vague: the sentence says what is wrong, but not why, so the test's own question is asked.
+        fatal: nothing of the exercise after it can be judged. vague: the sentence says what is wrong, but not why, so the test's own question is asked.
         rank: of several misconceptions, the one with the smallest rank is probably the cause of the others.
     """
 
@@ -36,6 +36,7 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     name: Misconception(**entry)
     for name, entry in tomllib.loads(Path(__file__).with_name("misconceptions.toml").read_text()).items()
 }
+OF_FILE = ("not-python", "blocked", "not-alone")  # what is wrong with the file as a whole
 # a number that no training gives
 _UNWRITTEN = re.compile(r"\bnan\b|\b[+-]?\d(\.\d+)?e[+-](3\d|[4-9]\d|\d{3})\b")
 
@@ -46,6 +47,9 @@ class Finding(Exception):
     Args:
         misconception: its id. sentence: the evidence, in one or two sentences with names and numbers.
         expected, got: two values to compare, if they help.
+
+    Attributes:
+        ends_file: True: no exercise can use the file. Otherwise a fatal finding ends only the tests of its own exercise.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Finding(Exception):
         super().__init__(sentence)
         self.misconception, self.message = misconception, sentence
         self.expected, self.actual = shown(expected), shown(got)
+        self.ends_file = misconception in OF_FILE
         if misconception == "wrong-value" and _UNWRITTEN.search(sentence):  # the trace of a missing wait
             self.misconception = "used-before-wait"
 

@@ -43,7 +43,7 @@ class Session:
 
     Attributes:
         outcomes: by node id without parameters. courses: by path of a student's file.
-        fatal: by path, the test that ended the runs of a file. titles: title and file of each exercise, by number.
+        fatal: by path and exercise, the test that ended the runs of a file; the exercise is "" if it ended all of them. titles: title and file of each exercise, by number.
         waiting: says on a terminal how far the runs are.
     """
 
@@ -54,7 +54,7 @@ class Session:
         self.drawn: int = random.SystemRandom().randrange(1 << 20) if given is None else given
         self.outcomes: dict[str, Outcome] = {}
         self.courses: dict[Path, Course] = {}
-        self.fatal: dict[Path, str] = {}
+        self.fatal: dict[tuple[Path, str], str] = {}
         self.titles: dict[str, tuple[str, Path]] = {}
         self._folders: tempfile.TemporaryDirectory[str] | None = None
 
@@ -259,7 +259,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         function: Callable[..., object] = getattr(item, "function")
         names = list(inspect.signature(function).parameters)
         if set(names) <= set(given):
-            course.asking = True
+            course.asking, course.asker = True, str(_exercise(item).args[0])
             # NotYet, as a rule. Anything else, the test itself will raise again.
             with suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):
                 function(**{name: given[name] for name in names})
@@ -282,8 +282,10 @@ def submission(request: pytest.FixtureRequest) -> Course:
     """The student's file of this exercise, and its runs in this session."""
     known = request.config.stash[_SESSION]
     course = known.course_of(request.node)
-    if course.path in known.fatal:
-        pytest.skip(f"not run: {known.fatal[course.path]} ended the run of {course.path.name}")
+    course.asker = str(_exercise(request.node).args[0])
+    for number in ("", course.asker):
+        if by := known.fatal.get((course.path, number)):
+            pytest.skip(f"not run: {by} ended the run of {course.path.name}")
     if course.refusal:
         raise course.refusal
     return course
@@ -338,7 +340,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         outcome.add("failed", error)
         report.outcome, report.longrepr, report.when = "failed", pages.evidence(outcome, error), "call"
         if error.known.fatal:
-            known.fatal[known.path_of(item)] = outcome.test
+            number = "" if error.ends_file else str(_exercise(item).args[0])
+            known.fatal[known.path_of(item), number] = outcome.test
     elif isinstance(error, pytest.skip.Exception):
         outcome.add("skipped", note=str(error))
     elif isinstance(error, Exception):

@@ -12,7 +12,8 @@ Note [Asked ahead]
     A question is asked once in a session, and tests that look at the same run share it. Before the tests run, the plugin calls each of
     them up to where it looks at an answer. So all questions of one number of ranks are known, and one launch answers them, one after
     the other; those for a simulated machine have a launch of their own. Two launches run at the same time, if they have at most `RANKS`
-    ranks. If a question ends its launch, the next launch begins with the question after it.
+    ranks. If a question ends its launch, the next launch begins with the question after it. After a rank that hangs, left or died, the
+    questions that only this exercise asked are left out. After `ENDS` such ends of one number of ranks, all other questions are.
 
 Note [Time]
     A limit counts seconds of a processor, not of a clock: a right file may wait long on a busy machine, and an endless loop cannot
@@ -37,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from hwfsdp.course import rules
 from hwfsdp.course.failures import Raised, ended, explain
-from hwfsdp.course.findings import Finding, one_line, plain
+from hwfsdp.course.findings import OF_FILE, Finding, one_line, plain
 from hwfsdp.course.packing import unpack
 from hwfsdp.course.probing import FAILED, Order, Probe, Question, Report, on_rank
 from hwfsdp.course.walls import Watch, plan, read_from_rank, remove
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 STILL = 3.0  # seconds in which no rank does anything
 WAIT = 300.0  # seconds of a clock for a launch: the last resort
+ENDS = 3  # of exercises in which ranks hang, leave or die, until the file is given up
 RANKS = 4  # at once, of all files: more would only wait for processors, and need memory
 # characters that all ranks of a launch may print; a file that prints cannot reach it (`probing`)
 PRINTED = 1 << 24
@@ -67,12 +69,14 @@ class Answer:
     Attributes:
         reports: by rank, up to where a rank failed. raised: the exceptions of ranks, the likely cause first.
         failure: why nothing of it counts. printed: what the student's code printed meanwhile.
+        ends_file: True if no question can be answered: the file does not load, or has ended too many launches.
     """
 
     reports: list[Report]
     raised: list[Raised]
     failure: Finding | None = None
     printed: str = ""
+    ends_file: bool = False
 
     def facts(self, key: str, path: Path) -> list[Any]:
         """Return what every rank reported under this key, by rank.
@@ -80,12 +84,12 @@ class Answer:
         Raises:
             Finding: a rank raised, hung, left or died before; in the course's words.
         """
-        if self.failure:
-            raise self.failure
-        if all(key in report for report in self.reports):
+        if not self.failure and all(key in report for report in self.reports):
             return [report[key] for report in self.reports]
         of_part = [Raised(**report[FAILED][key]) for report in self.reports if key in report.get(FAILED, {})]
-        raise explain(key, of_part or self.raised, len(self.reports), path)
+        finding = self.failure or explain(key, of_part or self.raised, len(self.reports), path)
+        finding.ends_file = self.ends_file or finding.misconception in OF_FILE
+        raise finding
 
 
 class NotYet(Exception):
@@ -151,9 +155,11 @@ class Course:
             self.text, found = rules.read(path, may)
             self.refusal = found  # type: ignore[assignment]
         self.asking = False  # True while tests are called only to hear what they ask
+        self.asker = ""  # the number of the exercise whose tests ask
         self.launches: list[tuple[int, list[str]]] = []
         self.steps: dict[str, Any] = {}  # by name, what `machines` made of an answer
         self._ahead: dict[tuple[int, bool], dict[str, Question]] = {}  # by number of ranks, and if simulated
+        self._askers: dict[str, list[str]] = {}  # by question, the exercises that ask it, the first one first
         self._answers: dict[str, Future[Answer]] = {}
         self._begun: list[Future[None]] = []
         self._is_over = False
@@ -180,6 +186,8 @@ class Course:
     def answer(self, question: Question, world_size: int) -> Answer:
         """Return the answer to a question. While `asking`, note the question and raise NotYet instead."""
         key = f"{world_size} {question!r}"
+        if self.asker not in (askers := self._askers.setdefault(key, [])):
+            askers.append(self.asker)
         if self.asking or key not in self._answers:
             self._ahead.setdefault((world_size, question.simulated), {})[key] = question
         if self.asking:
@@ -212,6 +220,7 @@ class Course:
         wait(self._begun)
 
     def _answer_all(self, left: dict[str, Question], world_size: int) -> None:
+        ends = 0
         while left:
             try:
                 with _room.taken(world_size):
@@ -222,12 +231,23 @@ class Course:
                 for key in left:
                     self._answers[key].set_exception(error)
                 return
+            if ended := next((key for key, answer in found.items() if answer.failure), ""):
+                ends += 1
+                found = self._without(left, ended, found[ended], ends == ENDS) | found
             for key, answer in found.items():
                 self._answers[key].set_result(answer)
                 del left[key]
 
+    def _without(
+        self, left: Mapping[str, Question], ended: str, by: Answer, is_last: bool
+    ) -> dict[str, Answer]:
+        """Return answers to the questions that are left out after the question `ended`: those of its exercise, or all of them."""
+        answer = Answer([], [], by.failure, ends_file=is_last)
+        own = self._askers[ended][:1]
+        return {key: answer for key in left if is_last or self._askers[key] == own}
+
     def _launch(self, asked: Mapping[str, Question], world_size: int) -> dict[str, Answer]:
-        """Start ranks, and return the answers up to the question that ended them. All get the failure if it is fatal."""
+        """Start ranks, and return the answers up to the question that ended them. All get the failure if it is of the whole file."""
         questions, printed = list(asked.values()), dict[int, list[str]]()
         self.launches.append((world_size, [each.name for each in questions]))
         failure, raised, left = None, list[Raised](), PRINTED
@@ -299,20 +319,18 @@ class Course:
     ) -> dict[str, Answer]:
         found: dict[str, Answer] = {}
         has_loaded = all((folder / f"loaded {rank}").exists() for rank in range(world_size))
-        fatal = failure is not None and failure.known.fatal
+        ends_file = not has_loaded or (failure is not None and failure.ends_file)
         for number, key in enumerate(asked):
             paths = [folder / f"answer {number} {rank}" for rank in range(world_size)]
-            is_complete = all(path.exists() for path in paths) and not (
-                failure and failure.misconception == "blocked"
-            )
+            is_complete = all(path.exists() for path in paths) and not (failure and failure.ends_file)
             text = "".join(printed.get(number, []))
             if is_complete:
                 found[key] = Answer([_report_in(path) for path in paths], [], None, text)
                 continue
             parts = [path if path.exists() else folder / f"part {path.name[7:]}" for path in paths]
             reports = [_report_in(path) if path.exists() else {} for path in parts]
-            found[key] = Answer(reports, raised, failure, text)
-            if has_loaded and not fatal:
+            found[key] = Answer(reports, raised, failure, text, ends_file)
+            if not ends_file:
                 break
         return found
 

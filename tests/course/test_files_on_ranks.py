@@ -65,6 +65,25 @@ def test_questions_asked_ahead_share_a_launch_and_one_that_raises_takes_no_answe
     of.end()
 
 
+def test_a_rank_that_leaves_ends_only_the_questions_of_its_exercise(tmp_path: Path) -> None:
+    of = course(tmp_path, "if number < 10: sys.exit(3)")
+    asked = [("02", 1), ("02", 11), ("03", 2), ("04", 12), ("05", 3), ("06", 13)]
+    of.asking = True
+    for of.asker, number in asked:
+        with pytest.raises(NotYet):
+            list(of.ranks(1).ask(probe_answer, "answer", number=number))
+    of.asking, said = False, dict[str, bool]()
+    for of.asker, number in asked:
+        try:
+            assert of.ranks(1).ask(probe_answer, "answer", number=number) == [number]
+        except Finding as finding:
+            assert finding.misconception == "left-early"
+            said[f"{of.asker} {number}"] = finding.ends_file
+    of.end()
+    # 02 is over after its first question; after three exercises, so is the file
+    assert said == {"02 1": False, "02 11": False, "03 2": False, "05 3": False, "06 13": True}
+
+
 def test_a_launch_that_waits_for_room_is_not_begun_after_the_end(tmp_path: Path) -> None:
     of, said = course(tmp_path, "print('asleep')", "time.sleep(100)"), list[str]()
     of.show, of.asking = said.append, True

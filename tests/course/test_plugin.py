@@ -65,6 +65,18 @@ def test_larger(ranks):
     """The answer to a larger number comes to an end."""
     ranks(1).ask(probe_answer, "answer", number=100)
 '''
+AGAIN = '''
+import pytest
+from probes_of_tests import probe_answer
+
+pytestmark = pytest.mark.exercise("22", title="Again", file="doubling.py", may="sys")
+
+
+@pytest.mark.points(1)
+def test_of_one(ranks):
+    """Another exercise asks the same file."""
+    ranks(1).ask(probe_answer, "answer", number=2)
+'''
 WRONG = """import sys
 
 def answer(number):
@@ -81,6 +93,8 @@ def run(root: Path, *options: str, inside: tuple[str, ...] = ()) -> subprocess.C
     folder.mkdir(parents=True), theirs.mkdir()
     (root / "exercises" / "pytest.ini").write_text("[pytest]\naddopts = -p hwfsdp.course.plugin --tb=short\n")
     (folder / "test_doubling.py").write_text(EXERCISE)
+    (again := root / "exercises" / "22_again").mkdir()
+    (again / "test_again.py").write_text(AGAIN)
     (folder / "probes_of_tests.py").write_text((Path(__file__).parent / "probes_of_tests.py").read_text())
     (theirs / "doubling.py").write_text(WRONG.replace("number + 3", "number * number"))
     command = [sys.executable, "-m", "pytest", "exercises", "--submission", str(theirs), "--seed", "5"]
@@ -109,9 +123,8 @@ def by_name(ran: Any) -> dict[str, dict[str, Any]]:
 
 def test_the_outcomes_name_the_seed_the_file_and_each_test_once(ran: Any) -> None:
     assert ran[1]["seed"] == 5 and list(ran[1]["file"]) == ["doubling.py"]
-    assert list(by_name(ran)) == [
-        f"21.{name}" for name in ("doubles", "of_zero", "elsewhere", "broken", "large", "larger")
-    ]
+    own = [f"21.{name}" for name in ("doubles", "of_zero", "elsewhere", "broken", "large", "larger")]
+    assert list(by_name(ran)) == [*own, "22.of_one"]
 
 
 def test_one_wrong_variant_fails_the_test_and_both_are_measured(ran: Any) -> None:
@@ -131,10 +144,11 @@ def test_an_exception_of_a_test_is_the_instructors_error(ran: Any) -> None:
     assert ran[0].returncode == 3 and "not your mistake" in ran[0].stdout
 
 
-def test_a_rank_that_leaves_ends_the_runs_of_the_file_once(ran: Any) -> None:
+def test_a_rank_that_leaves_ends_the_runs_of_its_exercise_once(ran: Any) -> None:
     large, larger = by_name(ran)["21.large"], by_name(ran)["21.larger"]
     assert (large["status"], large["misconception"]) == ("failed", "left-early")
     assert larger["status"] == "skipped" and "21.large ended the run of doubling.py" in larger["message"]
+    assert by_name(ran)["22.of_one"]["status"] == "passed"
 
 
 def test_the_page_asks_one_question_and_shows_what_ranks_printed(ran: Any) -> None:
