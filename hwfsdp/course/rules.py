@@ -17,6 +17,7 @@ import ast
 import os
 import re
 import stat
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ OPEN, CLOSED, IMPORTED, OF_TORCH, NEVER, WORDS, DUNDER, PRIVATE, BUILT_IN, BY_NA
     frozenset(_WORDS[name].split())
     for name in "open closed imported of_torch never words dunder private built_in by_name".split()
 )
+NO_TERMINAL = ", but a rank has no terminal. Take it out, or debug with: hwfsdp train --ranks 1"
 ORDINARY = (NEVER & WORDS) - {"builtins"}  # names that a student may give to something else
 
 
@@ -112,7 +114,7 @@ class _Scan:
             line, what = getattr(node, "lineno", 0), ""
             for verb, whole in self.named(node):
                 if self.is_closed(whole):
-                    yield Use(f"{verb} {whole}", line, _kind(whole))
+                    yield Use(f"{verb} {whole}{_remark(whole)}", line, _kind(whole))
             if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
                 if self.dotted(node) or self.dotted(node.value):
                     what = f"changes {ast.unparse(node)}, which is not its own"
@@ -160,7 +162,7 @@ class _Scan:
             return False
         if not IMPORTED.isdisjoint(parts):  # torch.os
             return True
-        is_open = _is_below(whole, OPEN) and not _is_below(whole, CLOSED) and last != "*"
+        is_open = _longest(whole, OPEN) > _longest(whole, CLOSED) and last != "*"
         leads_on = (
             any(name.startswith(f"{whole}.") for name in OPEN | self.may) or whole == "torch.distributed.fsdp"
         )
@@ -195,7 +197,7 @@ class _Scan:
         """Say what is wrong with the use of a built-in; "" if nothing is, or the name is the file's own."""
         name, call = node.id, self.called.get(id(node))
         if name == "breakpoint":
-            return "uses breakpoint, but a rank has no terminal. Take it out, or debug with: hwfsdp train --ranks 1"
+            return f"uses breakpoint{NO_TERMINAL}"
         if name in ("__builtins__", "__loader__", "__spec__"):
             return f"uses {name}"
         if not isinstance(node.ctx, ast.Load) or name in {*self.own, *self.imported, *self.may}:
@@ -269,12 +271,30 @@ def _text(node: object) -> str | None:
     return None
 
 
+def _remark(whole: str) -> str:
+    """Return what else to say of a closed name: about a debugger, or a module of the student's own."""
+    root = whole.partition(".")[0]
+    if root == "pdb":
+        return NO_TERMINAL
+    is_ours = root in ("torch", "numpy", "hwfsdp") or root in sys.stdlib_module_names
+    return (
+        ""
+        if is_ours
+        else ", but there are only Python, torch, numpy and hwfsdp. Put your own functions into this file"
+    )
+
+
 def _kind(whole: str) -> str:
     return "not-alone" if _is_below(whole, READY_MADE) else "blocked"
 
 
 def _is_dunder(name: str) -> bool:
     return len(name) > 4 and name[:2] == "__" == name[-2:]
+
+
+def _longest(name: str, roots: Iterable[str]) -> int:
+    """Return the length of the longest of these names that this one is below; 0 if there is none."""
+    return max((len(root) for root in roots if _is_below(name, [root])), default=0)
 
 
 def _is_below(name: str, roots: Iterable[str]) -> bool:
