@@ -36,7 +36,7 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     name: Misconception(**entry)
     for name, entry in tomllib.loads(Path(__file__).with_name("misconceptions.toml").read_text()).items()
 }
-OF_FILE = ("not-python", "blocked", "not-alone")  # what is wrong with the file as a whole
+OF_FILE = ("not-read", "not-python", "blocked", "not-alone")  # what is wrong with the file as a whole
 # a number that no training gives
 _UNWRITTEN = re.compile(r"\bnan\b|\b[+-]?\d(\.\d+)?e[+-](3\d|[4-9]\d|\d{3})\b")
 

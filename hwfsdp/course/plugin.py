@@ -44,6 +44,7 @@ class Session:
     Attributes:
         outcomes: by node id without parameters. courses: by path of a student's file.
         fatal: by path and exercise, the test that ended the runs of a file; the exercise is "" if it ended all of them. titles: title and file of each exercise, by number.
+        unread: why files that were handed in are not there.
         waiting: says on a terminal how far the runs are.
     """
 
@@ -52,6 +53,8 @@ class Session:
         given, secret = config.getoption("seed"), config.getoption("secret")
         self.config, self.secret = config, secret.read_bytes() if secret else b""
         self.drawn: int = random.SystemRandom().randrange(1 << 20) if given is None else given
+        unread = config.getoption("unread")
+        self.unread: dict[str, str] = json.loads(unread.read_text()) if unread else {}
         self.outcomes: dict[str, Outcome] = {}
         self.courses: dict[Path, Course] = {}
         self.fatal: dict[tuple[Path, str], str] = {}
@@ -97,7 +100,9 @@ class Session:
                 else (lambda text: 0)
             )
             may = _exercise(item).kwargs.get("may", "").split()
-            self.courses[path] = Course(path, hidden, may, show)
+            name = _exercise(item).kwargs["file"]
+            unread = self.unread.get(f"{item.path.parent.name}/{name}") or self.unread.get(name, "")
+            self.courses[path] = Course(path, hidden, may, show, unread)
         return self.courses[path]
 
     def fixtures_of(self, item: pytest.Item) -> dict[str, Any]:
@@ -183,6 +188,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         metavar="FILE",
         help="draw seeds and sizes from this file; the outcomes do not name them",
+    )
+    group.addoption(
+        "--unread", type=Path, metavar="FILE", help="say of files that are not there why, from this JSON"
     )
     group.addoption("--outcomes", type=Path, metavar="FILE", help="write what each test said, as JSON")
     group.addoption(

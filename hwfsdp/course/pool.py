@@ -62,7 +62,7 @@ class Options:
     Attributes:
         exercises: the folder of the exercises and their tests. out: the folder of the gradebook. formats: names from `formats.FORMATS`.
         seed: the seed of all runs; None draws one. secret: a file; seeds and sizes are made from it, and students read no values.
-        upto: leave out exercises after this number, and those without a number. only: the beginnings of exercises' folders.
+        upto: leave out exercises after this number, and those without a number. only: numbers of exercises, or beginnings of folders.
         single: each path is one submission. resume: keep what has been graded. minutes: the clock of one run.
     """
 
@@ -82,11 +82,13 @@ class Options:
     def folders(self) -> list[Path]:
         """The folders of exercises that are judged, in order."""
         found = sorted({path.parent for path in self.exercises.glob("*/test_*.py")})
+        wanted = tuple(f"{int(name):02}_" if name.isdecimal() else name for name in self.only)
+        strange = [name for name in wanted if not any(each.name.startswith(name) for each in found)]
+        found = [each for each in found if not wanted or each.name.startswith(wanted)]
         if self.upto is not None:
             found = [each for each in found if each.name[:2].isdigit() and int(each.name[:2]) <= self.upto]
-        found = [each for each in found if not self.only or each.name.startswith(self.only)]
-        if not found:
-            got = f"none of {', '.join(self.only) or self.upto or '*'} in {self.exercises}"
+        if not found or strange:
+            got = f"none of {', '.join(each.rstrip('_') for each in strange or wanted) or self.upto or '*'} in {self.exercises}"
             raise UsageError(
                 "grade",
                 expected="exercises with test files",
@@ -353,11 +355,14 @@ def _judged(
             return UNCHANGED
     texts = {name: (files / name).read_text("utf-8-sig") for name in collected.files if name.endswith(".py")}
     remarks, own = copies.compare(texts, options.exercises)
+    told = asdict(collected)
+    (folder / "unread.json").write_text(json.dumps(told.pop("unread")))
     (folder / "collected.json").write_text(
-        json.dumps({**asdict(collected), "remarks": remarks, "functions": own, "settings": settings})
+        json.dumps({**told, "remarks": remarks, "functions": own, "settings": settings})
     )
     # with `=`, since pytest would look for its settings above any path that stands alone
     given = {"rootdir": options.exercises, "submission": files, "outcomes": folder / "outcomes.json"}
+    given |= {"unread": folder / "unread.json"}
     given |= {"secret": options.secret} if options.secret else {"seed": settings["seed"]}
     return int(
         pytest.main([*map(str, options.folders), *(f"--{name}={value}" for name, value in given.items())])

@@ -139,7 +139,7 @@ class Course:
 
     Args:
         path: the file. hidden: paths that its ranks must not see. may: names that it may use besides the usual ones (`rules`).
-        show: called at once with each line that a rank prints.
+        show: called at once with each line that a rank prints. unread: why a file that was handed in is not at `path`.
     """
 
     def __init__(
@@ -148,9 +148,12 @@ class Course:
         hidden: Iterable[Path] = (),
         may: Iterable[str] = (),
         show: Callable[[str], object] = lambda text: None,
+        unread: str = "",
     ) -> None:
         self.path, self.hidden, self.show = path, tuple(hidden), show
         self.text, self.refusal = "", Finding("not-yet", f"There is no file {path.name}.")
+        if unread:
+            self.refusal = Finding("not-read", f"{path.name} was not read: {unread}.")
         with suppress(FileNotFoundError):
             self.text, found = rules.read(path, may)
             self.refusal = found  # type: ignore[assignment]

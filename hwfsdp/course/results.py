@@ -34,6 +34,7 @@ Data = dict[str, Any]
 LONGEST = 2_000  # characters of an evidence
 COLUMNS = 10  # of the histogram
 OF_THE_TEXT = (  # their messages have only names and lines of the file; values cannot come into them
+    "not-read",
     "not-python",
     "blocked",
     "not-alone",

@@ -55,8 +55,10 @@ def read(path: Path, may: Iterable[str] = ()) -> tuple[str, Finding | None]:
         FileNotFoundError: there is no file.
     """
     status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
-        return "", Finding("not-python", f"{path.name} is not a file of at most {LARGEST >> 20} MiB.")
+    if not stat.S_ISREG(status.st_mode):
+        return "", Finding("not-read", f"{path.name} is not a plain file.")
+    if status.st_size > LARGEST:
+        return "", Finding("not-read", f"{path.name} has more than {LARGEST:,} bytes.")
     try:
         text = path.read_text(
             encoding="utf-8-sig"
@@ -64,13 +66,17 @@ def read(path: Path, may: Iterable[str] = ()) -> tuple[str, Finding | None]:
         # under a file's own name, an error would quote the file of this name in the current folder: the starter
         compile(text, f"<{path.name}>", "exec", dont_inherit=True)
         use = refused(text, may)
+    except UnicodeDecodeError as error:
+        return "", Finding(
+            "not-read", f"{path.name}: byte {error.start:,} is not UTF-8. Save the file as UTF-8."
+        )
     except NOT_PYTHON as error:
         line = getattr(error, "lineno", None)
-        where = f"line {line}: `{(getattr(error, 'text', '') or '').strip()}`: " if line else ""
+        where = f"line {line}: `{one_line(getattr(error, 'text', '') or '', 100)}`: " if line else ""
         what = getattr(error, "msg", None) or one_line(str(error), 200) or "nested too deeply"
         return "", Finding("not-python", f"{path.name}, {where}{what}.")
     except OSError as error:
-        return "", Finding("not-python", f"{path.name} cannot be read: {error.strerror}.")
+        return "", Finding("not-read", f"{path.name} cannot be read: {error.strerror}.")
     return text, Finding(use.kind, f"{path.name}, line {use.line}: {use.what}.") if use else None
 
 

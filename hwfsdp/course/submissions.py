@@ -55,9 +55,14 @@ class Entry(NamedTuple):
 
 @dataclass
 class Collected:
-    """What a submission holds: the SHA-256 of each file that was copied, by its path in `exercises/`, and what is wrong."""
+    """What a submission holds, and what is wrong.
+
+    Attributes:
+        files: the SHA-256 of each file that was copied, by its path in `exercises/`. unread: why a file was not copied, by the same path.
+    """
 
     files: dict[str, str] = field(default_factory=dict)
+    unread: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -141,6 +146,7 @@ def collect(path: Path, judged: Sequence[str], into: Path) -> Collected:
         Exception
     ) as error:  # readers of archives raise whatever a library below them raises, such as zlib.error
         found.problems.append(f"cannot be read: {_said(error)}")
+        found.unread |= {target: f"the submission cannot be read: {_said(error)}" for target in judged}
     return found
 
 
@@ -179,9 +185,10 @@ def _take(entries: Iterator[Entry], judged: Sequence[str], into: Path, found: Co
     for target in judged:
         best = _best(target, kept)
         if len(best) > 1:
-            found.problems.append(
+            found.unread[target] = why = (
                 f"there are {len(best)} files for {target}: {', '.join(best[:3])}; expected one"
             )
+            found.problems.append(why)
         for path in best[:1] if len(best) == 1 else ():
             _copy(kept[path], path, target, into, found)
     if not found.files and not found.problems:
@@ -217,6 +224,7 @@ def _copy(entry: Entry, path: str, target: str, into: Path, found: Collected) ->
     except Exception as error:
         why = f"damaged: {_said(error)}"
     if why:
+        found.unread[target] = why
         found.problems.append(f"{path}: {why}")
         return
     (into / target).parent.mkdir(parents=True, exist_ok=True)

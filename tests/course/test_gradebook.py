@@ -191,6 +191,7 @@ def test_an_instructor_chooses_exercises(tmp_path: Path) -> None:
         ({}, ["01_first", "02_second"]),
         ({"upto": 1}, ["01_first"]),
         ({"only": ("02",)}, ["02_second"]),
+        ({"only": ("2", "01_f")}, ["01_first", "02_second"]),
     ]:
         assert [each.name for each in Options(SMALL, tmp_path, **options).folders] == folders
 
@@ -198,6 +199,8 @@ def test_an_instructor_chooses_exercises(tmp_path: Path) -> None:
 def test_what_cannot_be_graded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="none of 17"):
         grade([tmp_path], Options(SMALL, tmp_path / "out", only=("17",)))
+    with pytest.raises(UsageError, match="none of 99 in"):
+        grade([tmp_path], Options(SMALL, tmp_path / "out", only=("02", "99")))
     with pytest.raises(UsageError, match="does not exist"):
         grade([tmp_path / "none"], Options(SMALL, tmp_path / "out"))
     with pytest.raises(UsageError, match="which is empty"):

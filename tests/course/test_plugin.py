@@ -77,6 +77,7 @@ def test_of_one(ranks):
     """Another exercise asks the same file."""
     ranks(1).ask(probe_answer, "answer", number=2)
 '''
+LOST = AGAIN.replace("22", "23").replace("doubling.py", "lost.py")
 WRONG = """import sys
 
 def answer(number):
@@ -95,9 +96,13 @@ def run(root: Path, *options: str, inside: tuple[str, ...] = ()) -> subprocess.C
     (folder / "test_doubling.py").write_text(EXERCISE)
     (again := root / "exercises" / "22_again").mkdir()
     (again / "test_again.py").write_text(AGAIN)
+    (lost := root / "exercises" / "23_lost").mkdir()
+    (lost / "test_lost.py").write_text(LOST)
+    (root / "unread.json").write_text('{"lost.py": "its bytes are not UTF-8"}')
     (folder / "probes_of_tests.py").write_text((Path(__file__).parent / "probes_of_tests.py").read_text())
     (theirs / "doubling.py").write_text(WRONG.replace("number + 3", "number * number"))
     command = [sys.executable, "-m", "pytest", "exercises", "--submission", str(theirs), "--seed", "5"]
+    command += ["--unread", "unread.json"]
     path = os.pathsep.join([str(Path(hwfsdp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environ = os.environ | {"PYTHONPATH": path}
     return subprocess.run(
@@ -124,7 +129,7 @@ def by_name(ran: Any) -> dict[str, dict[str, Any]]:
 def test_the_outcomes_name_the_seed_the_file_and_each_test_once(ran: Any) -> None:
     assert ran[1]["seed"] == 5 and list(ran[1]["file"]) == ["doubling.py"]
     own = [f"21.{name}" for name in ("doubles", "of_zero", "elsewhere", "broken", "large", "larger")]
-    assert list(by_name(ran)) == [*own, "22.of_one"]
+    assert list(by_name(ran)) == [*own, "22.of_one", "23.of_one"]
 
 
 def test_one_wrong_variant_fails_the_test_and_both_are_measured(ran: Any) -> None:
@@ -149,6 +154,10 @@ def test_a_rank_that_leaves_ends_the_runs_of_its_exercise_once(ran: Any) -> None
     assert (large["status"], large["misconception"]) == ("failed", "left-early")
     assert larger["status"] == "skipped" and "21.large ended the run of doubling.py" in larger["message"]
     assert by_name(ran)["22.of_one"]["status"] == "passed"
+
+
+def test_a_file_that_was_handed_in_but_not_read_is_not_said_to_be_missing(ran: Any) -> None:
+    assert by_name(ran)["23.of_one"]["message"] == "lost.py was not read: its bytes are not UTF-8."
 
 
 def test_the_page_asks_one_question_and_shows_what_ranks_printed(ran: Any) -> None:

@@ -110,6 +110,7 @@ NO_PYTHON = {
     "an open bracket": "def f(n:\n",
     "a null byte": "x = 0\0\n",
     "brackets": "(" * 5000,
+    "many brackets in a line": "x = " + "(" * 5000 + ")" * 5000 + "\ny = (\n",
     "signs": "-" * 50_000 + "1",
 }
 
@@ -119,6 +120,7 @@ def test_a_text_that_the_parser_refuses_is_named(tmp_path: Path) -> None:
         (tmp_path / "x.py").write_text(NO_PYTHON[name])
         text, finding = read(tmp_path / "x.py")
         assert not text and finding is not None and finding.misconception == "not-python"
+        assert len(finding.message) < 300
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "large", "not UTF-8"])
@@ -132,7 +134,8 @@ def test_only_a_file_of_text_is_read(kind: str, tmp_path: Path) -> None:
         "not UTF-8": lambda: path.write_bytes(b"\xff\xfe\x00"),
     }
     make[kind]()
-    assert read(path)[1] is not None
+    finding = read(path)[1]
+    assert finding is not None and finding.misconception == "not-read"
 
 
 def test_an_error_of_the_parser_quotes_the_file_and_not_another_one_of_its_name(

@@ -106,7 +106,8 @@ def test_a_damaged_header_in_a_tar_is_named(at: int, tmp_path: Path) -> None:
 )
 def test_another_kind_of_file_is_named(content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(content)
-    assert words in collected(tmp_path / "a", tmp_path / "out").problems[0]
+    found = collected(tmp_path / "a", tmp_path / "out")
+    assert words in found.problems[0] and all(words in found.unread[name] for name in JUDGED)
 
 
 def test_bombs_and_large_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +124,8 @@ def test_bombs_and_large_files_are_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "my_fsdp.py").write_bytes(b"\xff\xfe")
-    assert "not UTF-8" in collected(tmp_path, tmp_path / "out").problems[0]
+    found = collected(tmp_path, tmp_path / "out")
+    assert "not UTF-8" in found.problems[0] and "not UTF-8" in found.unread["my_fsdp.py"]
 
 
 def test_each_entry_of_a_class_is_a_submission_with_a_name_of_its_own(tmp_path: Path) -> None:

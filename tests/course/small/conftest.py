@@ -16,7 +16,7 @@ class Finding(Exception):
 
 
 def pytest_addoption(parser):
-    for name in ("--submission", "--outcomes", "--secret"):
+    for name in ("--submission", "--outcomes", "--secret", "--unread"):
         parser.addoption(name, type=Path)
     parser.addoption("--seed", type=int, default=0)
 
