@@ -122,7 +122,7 @@ def _place(raised: Raised, path: Path) -> str:
 
 def ended(error: RankError, exceeded: str, folder: Path, path: Path) -> Finding:
     """Explain why ranks were ended. `folder` holds their standard error."""
-    rank, got = error.rank, one_line(error.got, LONGEST)
+    rank, got = error.rank, one_line(error.got.replace(f"{path.parent}/", ""), LONGEST)
     if exceeded == "processes":
         return Finding(
             "too-many-processes", "More processes were running than a rank needs; all of them were ended."
@@ -136,16 +136,27 @@ def ended(error: RankError, exceeded: str, folder: Path, path: Path) -> Finding:
     if error.reason == "late":
         is_asleep = f"rank {rank} in no collective" in got
         line = _line_in(error.traceback, path, innermost=-1)
-        return Finding("endless" if is_asleep else "stuck-in", f"{got[:1].upper()}{got[1:]}.{line}")
+        alone = "endless" if line else "left-undone"
+        return Finding(alone if is_asleep else _stuck(error.got), f"{got[:1].upper()}{got[1:]}.{line}")
     stacks = error.traceback if error.reason == "raised" else _tail(folder / str(rank))
     line = _line_in(stacks, path, innermost=0)
     if "SIGXCPU" in got:
-        return Finding("endless", f"Rank {rank} computed for {SECONDS:g} s without an end.{line}")
+        what = f"Rank {rank} computed for {SECONDS:g} s without an end."
+        if line:
+            return Finding("endless", f"{what}{line}")
+        # a thread of gloo has no stack of Python
+        return Finding("left-undone", f"{what} It was not in a line of your file.")
     # by native code, at its end
     said = re.findall(r"what\(\):\s*(?:\[enforce fail at [^\]]*\]\s*)?(.+)", stacks)
     words = f" It said: {one_line(said[0], LONGEST)}" if said else ""
     is_mismatch = any(sign in f"{got}{words}" for sign in MISMATCH)
     return Finding("order-diverged" if is_mismatch else "died", f"Rank {rank}: {got}.{line}{words}")
+
+
+def _stuck(got: str) -> str:
+    """Return how ranks wait for each other: all of them in a send, or all in a receive; or in collectives that do not meet."""
+    doing = re.findall(r"rank \d+ (?:waiting in )?(\w+)", got)
+    return "all-wait" if doing and set(doing) in ({"send"}, {"recv"}) else "stuck-in"
 
 
 def _line_in(stacks: str, path: Path, innermost: int) -> str:

@@ -153,7 +153,7 @@ class Course:
         self.path, self.hidden, self.show = path, tuple(hidden), show
         self.text, self.refusal = "", Finding("not-yet", f"There is no file {path.name}.")
         if unread:
-            self.refusal = Finding("not-read", f"{path.name} was not read: {unread}.")
+            self.refusal = Finding("not-read", f"{path.name} was not read: {unread.removesuffix('?')}.")
         with suppress(FileNotFoundError):
             self.text, found = rules.read(path, may)
             self.refusal = found  # type: ignore[assignment]

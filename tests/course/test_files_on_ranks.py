@@ -14,6 +14,7 @@ import torch
 from hwfsdp.course import failures
 from hwfsdp.course.findings import Finding
 from hwfsdp.course.ranks import RANKS, Course, NotYet
+from hwfsdp.errors import RankError
 from hwfsdp.course.walls import descendants, in_force, running, server_pid
 
 from suites import fast_are
@@ -131,6 +132,40 @@ def test_a_file_that_does_not_come_to_an_end_is_named_and_leaves_nothing(line: s
     finding = told(course(tmp_path, line))
     assert finding.misconception == ENDS[line][0] and ENDS[line][1] in finding.message
     assert not descendants([server_pid() or 0], running())
+
+
+@pytest.mark.parametrize(
+    ("waits", "misconception"),
+    [(("send", "send"), "all-wait"), (("recv", "recv"), "all-wait"), (("send", "all_gather"), "stuck-in")],
+)
+def test_ranks_that_all_send_first_are_told_from_a_collective_that_one_skips(
+    waits: tuple[str, str], misconception: str
+) -> None:
+    path = Path("/tmp/private/my_fsdp.py")
+    places = "; ".join(f"rank {n} waiting in {each}, at {path}:83, in f" for n, each in enumerate(waits))
+    error = RankError(
+        0, f"nothing has happened for 3 s ({places})", f'File "{path}", line 83, in f', "", "late"
+    )
+    finding = failures.ended(error, "", Path(), path)
+    assert finding.misconception == misconception
+    assert "at my_fsdp.py:83" in finding.message and "private" not in finding.message
+
+
+@pytest.mark.parametrize(
+    ("stack", "misconception"),
+    [
+        ('  File "my_fsdp.py", line 5 in answer', "endless"),
+        ('  File "/torch/distributed.py", line 5 in barrier', "left-undone"),
+        ("  <no Python frame>", "left-undone"),
+        ("", "left-undone"),
+    ],
+)
+def test_a_rank_that_computes_without_an_end_is_in_a_loop_only_if_the_file_is(
+    stack: str, misconception: str, tmp_path: Path
+) -> None:
+    (tmp_path / "1").write_text(f"Stack (most recent call first):\n{stack}\n" if stack else "")
+    error = RankError(1, "death by signal SIGXCPU", "", "", "died")
+    assert failures.ended(error, "", tmp_path, Path("my_fsdp.py")).misconception == misconception
 
 
 @LINUX
