@@ -135,7 +135,8 @@ class Outcome:
         """Add what one of the test's variants said: the worst status counts, the first finding stays."""
         order = ("not run", "passed", "skipped", "failed", "error")
         self.status = max(self.status, status, key=order.index)
-        self.finding, self.note = self.finding or finding, self.note or note
+        self.finding = self.finding or finding
+        self.note = self.note or note if status == self.status else self.note
 
     def as_dict(self) -> dict[str, Any]:
         found = self.finding

@@ -49,6 +49,12 @@ def test_a_vague_misconception_asks_the_tests_own_question() -> None:
     assert failed("01.rows", "spread-evenly").question.startswith("How does torch.chunk")
 
 
+def test_a_test_whose_first_variant_ended_the_run_is_not_said_to_have_not_run() -> None:
+    outcome = failed("02.gather", "stuck-in")
+    outcome.add("skipped", note="not run: 02.gather ended the run of my_fsdp.py")
+    assert "not run" not in verdict([outcome], Style(io.StringIO()))
+
+
 def test_earlier_exercises_that_still_hold_are_one_line() -> None:
     own, earlier = Outcome("03.rows", "Rows.", 2), Outcome("01.rows", "Rows.", 3, own=False)
     own.add("passed"), earlier.add("passed")
