@@ -116,20 +116,19 @@ def rows_of(whole: Tensor, rank: int, size: int) -> Tensor:
 
 def same_objects(found: Facts, scenario: Scenario) -> None:
     """Parameters are the same objects after training steps, so that the optimizer has them."""
-    others = [
-        (rank, name) for rank, facts in enumerate(found) for name, kept in facts["kept"].items() if not kept
+    replaced = [
+        (f"{scenario.name}, rank {rank}: after {scenario.steps} steps, {name}", facts, name)
+        for rank, facts in enumerate(found)
+        for name, kept in facts["kept"].items()
+        if not kept
     ]
-    for (
-        rank,
-        name,
-    ) in others:  # first: a whole parameter of a rank that has all rows looks like another object
-        rows, before = (found[rank][moment][name]["rows"] for moment in ("after", "rows"))
+    for where, facts, name in replaced:  # a rank that has all rows of a parameter sees only another object
+        before, rows = facts["rows"][name]["rows"], facts["after"][name]["rows"]
         if rows is not None and before is not None and rows.shape != before.shape:
-            where = f"{scenario.name}, rank {rank}: after {scenario.steps} steps, {name}"
             said = f"{where} is still the whole parameter, with shape {tuple(rows.shape)}. {scenario.about}"
             raise Finding("not-freed", said.rstrip(), tuple(before.shape), tuple(rows.shape))
-    for rank, name in others:
-        said = f"{scenario.name}, rank {rank}: after {scenario.steps} steps, {name} is a different object than before."
+    for where, *_ in replaced:
+        said = f"{where} is a different object than before."
         raise Finding("object-replaced", said, "the same nn.Parameter", "a new one")
 
 

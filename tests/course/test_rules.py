@@ -39,7 +39,6 @@ HONEST = {
     "a private name by setdefault": "def f(module):\n    module.__dict__.setdefault('_groups', [])\n    return module._groups",
     "slots of a class in a WeakSet": "class Group:\n    __slots__ = ('shard', '__weakref__')",
     "modules that start nothing": "import argparse, json, queue, datetime\nfrom io import BytesIO",
-    "a test of its own": "import unittest\nclass Mine(unittest.TestCase):\n    pass\nunittest.main()",
     "DDP's flat tensors": "from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors",
     "the environment": "import os\nrank = int(os.environ['RANK'])",
 }
@@ -63,7 +62,7 @@ DIGGING = {
     "imports torch._utils._import_dotted_name": "from torch._utils import _import_dotted_name",
     "uses argparse.FileType": "import argparse\nargparse.FileType()('x')",
     "uses json.codecs": "import json\njson.codecs.open('x')",
-    "uses unittest.mock": "import unittest\nunittest.mock.patch('torch.equal')",
+    "imports unittest": "import unittest\nunittest.mock.patch('torch.equal')",
     "uses open, which no answer needs": "class A:\n    def f(self):\n        self.open = 1\n        open('x')",
     "uses allgather": "import torch.distributed as dist\ndef allgather():\n    dist.group.WORLD.allgather(x)",
     "uses builtins": "class A:\n    def f(self):\n        self.builtins = 1\n        x.builtins",
