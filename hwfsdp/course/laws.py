@@ -116,19 +116,17 @@ def rows_of(whole: Tensor, rank: int, size: int) -> Tensor:
 
 def same_objects(found: Facts, scenario: Scenario) -> None:
     """Parameters are the same objects after training steps, so that the optimizer has them."""
-    replaced = [
-        (f"{scenario.name}, rank {rank}: after {scenario.steps} steps, {name}", facts, name)
-        for rank, facts in enumerate(found)
-        for name, kept in facts["kept"].items()
-        if not kept
-    ]
-    for where, facts, name in replaced:  # a rank that has all rows of a parameter sees only another object
-        before, rows = facts["rows"][name]["rows"], facts["after"][name]["rows"]
+    replaced = [(rank, n) for rank, of in enumerate(found) for n, kept in of["kept"].items() if not kept]
+    for rank, name in replaced:  # a rank that has all rows of a parameter sees only another object
+        where = f"{scenario.name}, rank {rank}: after {scenario.steps} steps, {name}"
+        before, rows = (found[rank][moment][name]["rows"] for moment in ("rows", "after"))
         if rows is not None and before is not None and rows.shape != before.shape:
             said = f"{where} is still the whole parameter, with shape {tuple(rows.shape)}. {scenario.about}"
             raise Finding("not-freed", said.rstrip(), tuple(before.shape), tuple(rows.shape))
-    for where, *_ in replaced:
-        said = f"{where} is a different object than before."
+    for rank, name in replaced[:1]:
+        said = (
+            f"{scenario.name}, rank {rank}: {name} is another object than before the {scenario.steps} steps."
+        )
         raise Finding("object-replaced", said, "the same nn.Parameter", "a new one")
 
 
