@@ -118,10 +118,9 @@ def same_objects(found: Facts, scenario: Scenario) -> None:
     """Parameters are the same objects after training steps, so that the optimizer has them."""
     replaced = [(rank, n) for rank, of in enumerate(found) for n, kept in of["kept"].items() if not kept]
     for rank, name in replaced:  # a rank that has all rows of a parameter sees only another object
-        where = f"{scenario.name}, rank {rank}: after {scenario.steps} steps, {name}"
         before, rows = (found[rank][moment][name]["rows"] for moment in ("rows", "after"))
         if rows is not None and before is not None and rows.shape != before.shape:
-            said = f"{where} is still the whole parameter, with shape {tuple(rows.shape)}. {scenario.about}"
+            said = f"{scenario.name}, rank {rank}: after {scenario.steps} steps, {name} is whole, of shape {tuple(rows.shape)}. {scenario.about}"
             raise Finding("not-freed", said.rstrip(), tuple(before.shape), tuple(rows.shape))
     for rank, name in replaced[:1]:
         said = (
