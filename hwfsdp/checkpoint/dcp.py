@@ -96,11 +96,10 @@ def save(
         All ranks raise the same error, and `path` stays as it was.
     """
     agreement = Agreement(process_group, "DCP checkpoint")
-    target = Path(os.path.realpath(path_of(path, "save")))
-    mine = _Saving(agreement, state_dict_of(state_dict))
-    share = agreement.step("planning", mine.describe, mine.divide)
-    check = partial(commit.check_replaceable, target, _FILES, "a DCP checkpoint", overwrite)
-    with commit.replaced(target, agreement, check) as (draft, save_id):
+    mine = _Saving(agreement)
+    share = agreement.step("planning", lambda: mine.describe(state_dict, path), mine.divide)
+    check = partial(commit.check_replaceable, mine.target, _FILES, "a DCP checkpoint", overwrite)
+    with commit.replaced(mine.target, agreement, check) as (draft, save_id):
         agreement.step("writing", lambda: mine.write(draft, share), partial(mine.finish, draft, save_id))
 
 
@@ -136,23 +135,22 @@ def load(
         CheckpointError: the checkpoint is missing, is damaged, or asks for code to be run (Note [Metadata without trust]).
         All ranks raise the same error. Then nothing was changed.
     """
-    agreement, directory = Agreement(process_group, "DCP checkpoint"), path_of(path, "load")
+    agreement = Agreement(process_group, "DCP checkpoint")
     with NewMemory(state_dict, device, model) as target:
-        plan_of = partial(_plan_of, target, directory)
-        what = f"load from {directory}"
-        left_out = load_from(agreement, plan_of, what, strict, allow_cast, together=True)
+        plan_of = partial(_plan_of, target, path)
+        left_out = load_from(agreement, plan_of, f"load from {path}", strict, allow_cast, together=True)
     warn_left_out(left_out, path)
 
 
-def _plan_of(target: NewMemory, directory: Path, opened: ExitStack) -> LoadPlan:
+def _plan_of(target: NewMemory, path: str | os.PathLike[str], opened: ExitStack) -> LoadPlan:
     """Find the entries of the checkpoint by their keys."""
     target.give()
-    entries, blobs = entries_of(target.state_dict), read_metadata(directory, opened)
+    entries, blobs = entries_of(target.state_dict), read_metadata(path_of(path, "load"), opened)
     there = {key: entry for (key,), entry in blobs.manifest.entries.items()}
     # from here on, the manifest lists the entries by the paths of this state dict
-    common = {path: replace(there[key], path=path) for key, (path, _) in entries.items() if key in there}
+    common = {at: replace(there[key], path=at) for key, (at, _) in entries.items() if key in there}
     blobs.manifest = replace(blobs.manifest, entries=common)
-    leaves = {path: value for path, value in entries.values() if path in common}
+    leaves = {at: value for at, value in entries.values() if at in common}
     missing = [repr(key) for key in entries if key not in there]
     unexpected = [repr(key) for key in there if key not in entries]
     return LoadPlan(blobs, target.state_dict, leaves, bool(leaves), missing, unexpected, target.paths)
@@ -181,16 +179,19 @@ def entries_of(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
 class _Saving:
     """One save on one rank. The leader also calls `divide` and `finish`."""
 
-    def __init__(self, agreement: Agreement, state_dict: Mapping[Any, Any]) -> None:
-        self.rank, self.size, self.state_dict = agreement.rank, agreement.size, state_dict
+    def __init__(self, agreement: Agreement) -> None:
+        self.rank, self.size = agreement.rank, agreement.size
+        self.target: Path
         self.entries: dict[str, Leaf] = {}
         self.shares: list[list[Any]] = []
         self.described: dict[KeyPath, dict[str, Any]] = {}  # by key, as on the first rank that has it
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Check the entries. Describe each: its path; for a tensor, also dtype, shape and this rank's boxes."""
-        self.entries = entries_of(self.state_dict)
-        containers = containers_in(self.state_dict)
+    def describe(self, given: Any, path_given: str | os.PathLike[str]) -> list[dict[str, Any]]:
+        """Check the path and the entries. Describe each entry: its path; for a tensor, also dtype, shape and this rank's boxes."""
+        self.target = Path(os.path.realpath(path_of(path_given, "save")))
+        state_dict = state_dict_of(given)
+        self.entries = entries_of(state_dict)
+        containers = containers_in(state_dict)
         described = []
         for key, (path, value) in self.entries.items():
             # DCP writes keys of dicts as str, and positions in lists as int.
@@ -202,7 +203,7 @@ class _Saving:
                 check_kind(path, value)
                 described[-1] |= describe_tensor(value)
             else:
-                check_can_change(path, self.state_dict)
+                check_can_change(path, state_dict)
                 _check_storable(path, value)
         return described
 

@@ -114,30 +114,37 @@ def load(
         CheckpointError: something in the checkpoint is missing or damaged; it has file, key and offset. All ranks raise the same
             error, and the target is not changed.
     """
-    agreement, place = Agreement(process_group, "load"), path_of(path, "load").absolute()
+    agreement = Agreement(process_group, "load")
     with NewMemory(state_dict, device, model) as target:
         while True:
-            found = _find(agreement, place)
-            plan_of = partial(_plan_of, target, found, agreement, strict)
+            found = _find(agreement, path)
+            plan_of, what = (
+                partial(_plan_of, target, found, agreement, strict),
+                f"load from {Path(path).absolute()}",
+            )
             try:
-                left_out = load_from(agreement, plan_of, f"load from {place}", strict, allow_cast)
+                left_out = load_from(agreement, plan_of, what, strict, allow_cast)
                 break
             except CheckpointError as error:  # Note [A save that goes while it is read]
-                if error.file is None or _find(agreement, place) == found:
+                if error.file is None or _find(agreement, path) == found:
                     raise
     warn_left_out(left_out, path)
     return state_dict
 
 
-def _find(agreement: Agreement, path: Path) -> commit.Current:
+def _find(agreement: Agreement, path: str | os.PathLike[str]) -> commit.Current:
     """Find the save that counts, as the leader sees it."""
+    places: list[Path] = []
 
     def choose(_: list[Any]) -> list[Any]:
-        folder, manifest = commit.find_complete(path)
-        return [[str(folder.relative_to(path)), manifest.digest]] * agreement.size
+        folder, manifest = commit.find_complete(places[0])
+        return [[str(folder.relative_to(places[0])), manifest.digest]] * agreement.size
 
-    folder, digest = agreement.step("finding", lambda: None, choose)
-    return commit.Current(path / folder, digest)
+    # a wrong path on one rank is an error on all ranks
+    folder, digest = agreement.step(
+        "finding", lambda: places.append(path_of(path, "load").absolute()), choose
+    )
+    return commit.Current(places[0] / folder, digest)
 
 
 # --- A load of any format, step by step --------------------------------------------------------------------

@@ -50,7 +50,7 @@ from torch.optim import Optimizer
 
 from hwfsdp.checkpoint.boxes import is_expanded, local_shape_of, part_of
 from hwfsdp.checkpoint.error_messages import KeyPath, listed, refusal, refuse, show, told
-from hwfsdp.checkpoint.traverse import leaves_of
+from hwfsdp.checkpoint.traverse import leaves_of, state_dict_of
 from hwfsdp.compat import dtensor, is_sharded_tensor, local_of, storage_key, wrap_like
 from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.state import state_of
@@ -105,12 +105,13 @@ class NewMemory:
     entries of its state dict that are not tensors.
 
     Attributes:
-        state_dict: the state dict to load into. paths: the entries that got memory; they hold no values before the load.
+        state_dict: the state dict to load into; None before `give`. paths: the entries that got memory; they hold no values before the load.
     """
 
     def __init__(self, target: Any, device: torch.device | str | None, model: nn.Module | None) -> None:
         self._module = target if isinstance(target, nn.Module) else None
-        self.state_dict: Any = target if self._module is None else self._module.state_dict()
+        self.state_dict: Any = None
+        self._target = target
         self._device, self._model = device, model if self._module is None else self._module
         self._rooms: _Rooms | None = None
         self.paths: list[KeyPath] = []
@@ -126,7 +127,9 @@ class NewMemory:
 
     @torch.no_grad()
     def give(self) -> None:
-        """Give memory to the tensors on meta, once. Raise the errors of `init_state_dict`."""
+        """Take the state dict, and give memory to its tensors on meta; both once. Raise the errors of `init_state_dict`."""
+        if self.state_dict is None:
+            self.state_dict = state_dict_of(self._target)
         on_meta = [path for path, v in leaves_of(self.state_dict) if isinstance(v, Tensor) and v.is_meta]
         if on_meta:
             self._rooms, self.paths = _init(self.state_dict, self._device, self._model), on_meta

@@ -86,11 +86,17 @@ def save(
         CheckpointError: on all ranks, if one rank could not write. An existing checkpoint stays as it was.
     """
     agreement = _agreement(group)
-    target = Path(os.path.realpath(path_of(fname, "save")))
     mine = _Save(agreement, group)
     remedy = "Save the same models and optimizers on all ranks, or pass the group of the ranks that do."
     same = partial(check_alike, remedy=remedy)
-    agreement.step("planning", lambda: mine.plan(model, optimizer, others), same)
+    target = Path()
+
+    def plan() -> list[tuple[str, str]]:
+        nonlocal target
+        target = Path(os.path.realpath(path_of(fname, "save")))
+        return mine.plan(model, optimizer, others)
+
+    agreement.step("planning", plan, same)
     check = partial(commit.check_replaceable, target, PART, "PART files")
     with commit.replaced(target, agreement, check) as (directory, save_id):
         part = mine.part(save_id)
@@ -154,13 +160,13 @@ def load_into(
         UnsupportedError: on all ranks, if any of them has a `Partial` placement. Nothing was loaded.
         CheckpointError: on all ranks, for the reasons that `load` has, or if ranks read different saves.
     """
-    agreement, directory = _agreement(group), path_of(fname, "load_into")
+    agreement = _agreement(group)
     tree: dict[str, list[Any]] = {"model": [], "optimizer": []}
     found: list[Parts] = []
     with ExitStack() as held:
 
         def plan_of(_: ExitStack) -> LoadPlan:
-            found.append(read(directory, nthreads, {"map_location": "cpu", "mmap": True}))
+            found.append(read(path_of(fname, "load_into"), nthreads, {"map_location": "cpu", "mmap": True}))
             counts = ("model", model, found[0].model_count), ("optimizer", optimizer, len(found[0].rests))
             for what, given, saved in counts:
                 if given is not None and (got := len(several(given))) != saved:
@@ -176,10 +182,10 @@ def load_into(
             common |= _places_in_optimizers(tree, found[0], several(optimizer))
             return LoadPlan(found[0], tree, common, has_common, missing, unexpected, fresh)
 
-        left_out = load_from(agreement, plan_of, f"load_into from {directory}", strict, allow_cast)
+        left_out = load_from(agreement, plan_of, f"load_into from {fname}", strict, allow_cast)
         for each, state_dict in zip(several(optimizer), tree["optimizer"]):
             each.load_state_dict(state_dict)
-    warn_left_out(left_out, directory)
+    warn_left_out(left_out, fname)
     return copy.deepcopy(found[0].others)
 
 

@@ -97,7 +97,7 @@ def save(
     """
     agreement = Agreement(process_group, "save")
     queue.end_before(agreement)
-    return save_agreed(agreement, state_dict_of(state_dict), _target(path, overwrite, keep))
+    return save_agreed(agreement, *_given(state_dict, path, overwrite, keep))
 
 
 def async_save(
@@ -122,11 +122,21 @@ def async_save(
     Raises:
         The error of the previous asynchronous save, if no call of `wait` has raised it. UsageError: this process is not in the group.
     """
-    return queue.start(state_dict_of(state_dict), process_group, _target(path, overwrite, keep))
+    agreement = Agreement(
+        process_group, "save"
+    )  # first: it counts the calls, also those that fail on one rank
+    queue.end_before(agreement)
+    return queue.start(agreement, *_given(state_dict, path, overwrite, keep))
 
 
-def _target(path: str | os.PathLike[str], overwrite: bool, keep: int | None) -> Target:
-    return Target(path_of(path, "save").absolute(), overwrite, keep)
+def _given(
+    state_dict: Any, path: str | os.PathLike[str], overwrite: bool, keep: int | None
+) -> tuple[Any, Target]:
+    """Return the state dict and the target. If this fails, return the exception in place of the state dict, so that all ranks raise it."""
+    try:
+        return state_dict_of(state_dict), Target(path_of(path, "save").absolute(), overwrite, keep)
+    except Exception as error:
+        return error, Target(Path())
 
 
 # --- One save, step by step --------------------------------------------------------------------------------
@@ -471,7 +481,10 @@ class SaveHandle:
         self._heard = False  # whether `wait` was called
         # The interpreter waits for this thread at exit. When it ends, it refers to the copy no more.
         thread = ThreadPoolExecutor(1, f"save into {target.path}")
-        self._saved = thread.submit(save_agreed, agreement, state_dict, target)
+        held = [
+            state_dict
+        ]  # the thread takes it out, because an executor keeps arguments until after the save
+        self._saved = thread.submit(lambda: save_agreed(agreement, held.pop(), target))
         thread.shutdown(wait=False)
 
     def done(self) -> bool:
@@ -504,19 +517,18 @@ class SaveQueue:
         self.stager = StateDictStager()
         self.last: SaveHandle | None = None
 
-    def start(self, state_dict: Any, group: dist.ProcessGroup | None, target: Target) -> SaveHandle:
+    def start(self, agreement: Agreement, state_dict: Any, target: Target) -> SaveHandle:
         """Start a "save"; return its handle as soon as changes to the tensors can no longer change what is saved.
 
-        Saves end in the order in which they began, and memory has room for one copy. The handle is kept as `last`.
+        The previous save has ended (`end_before`), because memory has room for one copy. The handle is kept as `last`.
 
-        Raises:
-            The error of the previous save, if no call has raised it yet. Then nothing was started.
+        Args:
+            state_dict: the state dict, or the exception that came instead of it. Then `wait` raises it on all ranks.
         """
-        agreement = Agreement(group, "save")
-        self.end_before(agreement)
-        staged: Any
+        staged: Any = state_dict
         try:
-            staged = self.stager.stage(state_dict)
+            if not isinstance(state_dict, Exception):
+                staged = self.stager.stage(state_dict)
         except Exception as error:  # the other ranks must learn of it; they would wait
             staged = error
         self.last = SaveHandle(agreement, staged, target)
@@ -525,10 +537,11 @@ class SaveQueue:
     def end_before(self, agreement: Agreement) -> None:
         """Wait for the previous save. If it failed, and a rank has not raised its error yet, raise the error on all ranks.
 
-        A save fails on all ranks or on none. So the ranks need to ask each other only after a failure.
+        The previous save may have been that of a smaller group. So the ranks always ask each other, also if this rank knows no failure.
         """
-        if self.last is not None and self.last.failed():
-            agreement.step("ending the save before", finish_saves)
+        if self.last is not None:
+            self.last.failed()  # waits outside the step, whose time is limited
+        agreement.step("ending the save before", finish_saves)
 
 
 queue = SaveQueue()

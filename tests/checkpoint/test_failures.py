@@ -8,6 +8,7 @@ damage by one fault makes the next one fail, too.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -25,7 +27,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from faults import CURRENT, error_of, exactly, folder_of, loaded_from, saves_in, state_dict_of, tripwire
+from faults import (
+    CURRENT,
+    contents_of,
+    error_of,
+    exactly,
+    folder_of,
+    loaded_from,
+    saves_in,
+    state_dict_of,
+    tripwire,
+)
+from rank_checks import is_last, raised
+from samples import cut, line
+from together import Together
+from torch.distributed.tensor import Shard
 
 from hwfsdp import launch
 from hwfsdp.checkpoint import (
@@ -398,7 +414,86 @@ def test_wait_tells_of_an_object_that_cannot_be_staged(tmp_path: Path) -> None:
     assert error_of(finish_saves) is None
 
 
-# --- Disks that do not take the bytes ----------------------------------------------------------------------
+def test_a_save_that_has_ended_has_let_go_of_its_copy(tmp_path: Path) -> None:
+    """Then the next save copies into the same memory."""
+    may_write, write = threading.Event(), saving.commit.write_file
+    copies: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def waiting(*args: Any) -> Any:
+        assert may_write.wait(60)
+        return write(*args)
+
+    def stage(state_dict: dict[str, torch.Tensor]) -> Any:
+        staged = {"x": state_dict["x"].clone()}
+        copies.append(weakref.ref(staged["x"]))
+        return staged
+
+    with mock.patch.object(saving.commit, "write_file", waiting):
+        with mock.patch.object(saving.queue.stager, "stage", stage):
+            handle = async_save({"x": torch.ones(10)}, tmp_path / "c")
+        handle._saved.add_done_callback(lambda _: alive.append(copies[0]() is not None))
+        may_write.set()
+        handle.wait()
+    finish_saves()
+    assert alive == [False]
+
+
+# --- Ranks that fail before the first step, and groups of some ranks ----------------------------------------------
+
+three = Together(3, timeout=60)
+
+
+class Sharded(torch.nn.Module):
+    """A module with a sharded weight. Its state dict cannot be taken while `fails` is set."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.fails = fails
+        self.weight = torch.nn.Parameter(cut(torch.zeros(6), line(), Shard(0)))
+        self.register_state_dict_pre_hook(self.hook)
+
+    def hook(self, *_: Any) -> None:
+        if self.fails:
+            raise OSError("a hook that failed")
+
+
+@three
+def a_rank_without_a_state_dict_fails_one_save_and_the_next_is_of_one_step(base: Path) -> None:
+    module = Sharded()
+    for step in (1, 2):
+        module.fails = step == 1 and is_last()
+        with torch.no_grad():
+            module.weight.to_local().fill_(step)
+        handle = async_save(module, base / "steps", keep=3)
+        if step == 1:
+            assert "rank 2" in raised(handle.wait, CheckpointError)
+    handle.wait()
+    module.fails = False
+    load(module, base / "steps")
+    assert module.weight.full_tensor().eq(2).all()
+
+
+@three
+def a_failed_save_of_some_ranks_is_no_obstacle_to_the_others(base: Path) -> None:
+    pair = dist.new_group([0, 1])
+    if not is_last():
+        with mock.patch.object(saving.commit, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
+            async_save({"x": torch.ones(2)}, base / "pair", process_group=pair).failed()
+    assert "full" in raised(lambda: save({"x": torch.ones(2)}, base / "all"), CheckpointError)
+    save({"x": torch.ones(2)}, base / "all")
+
+
+def what_one_rank_does_not_have_fails_all(call: Callable[[Any, Any], Any], name: str, base: Path) -> None:
+    path = base / name
+    WRITERS[name](Sharded(), path)
+    dist.barrier()
+    before = contents_of(path)
+    assert "a hook that failed" in raised(lambda: call(Sharded(is_last()), path), CheckpointError)
+    assert "a path" in raised(lambda: call(Sharded(), None if is_last() else path), UsageError)
+    dist.barrier()
+    assert contents_of(path) == before
+
 
 WRITERS: dict[str, Callable[[Any, Path], Any]] = {
     "store": lambda state, path: save(state, path, overwrite=True),
@@ -406,6 +501,19 @@ WRITERS: dict[str, Callable[[Any, Path], Any]] = {
     "dcp": lambda state, path: dcp.save(state, path, overwrite=True),
     "safetensors": lambda state, path: convert(state, path, to="safetensors", overwrite=True),
 }
+READERS = {"store": load, "parts": lambda state, path: parts.load_into(path, state), "dcp": dcp.load}
+for kind, calls in {"save": WRITERS, "load": READERS}.items():
+    for name in READERS:
+        check = functools.partial(what_one_rank_does_not_have_fails_all, calls[name], name)
+        three.add(f"{what_one_rank_does_not_have_fails_all.__name__} ({kind}, {name})", check, None)
+
+
+@pytest.mark.parametrize("check", three.checks)
+def test_on_ranks(check: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    three.assert_holds(check, tmp_path_factory.getbasetemp() / "failing")
+
+
+# --- Disks that do not take the bytes ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -453,7 +561,7 @@ def test_a_full_disk_is_called_full_whatever_the_writer_says_in_its_place(tmp_pa
 @pytest.mark.parametrize("name", [*WRITERS, "load", "verify", "inspect", "load_into"])
 def test_an_empty_path_is_not_the_current_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    more = {"load": load, "load_into": lambda s, p: parts.load_into(p, s)}
+    more = {"load": load, "load_into": READERS["parts"]}
     more |= {name: lambda _, p, f=f: f(p) for name, f in (("verify", verify), ("inspect", inspect))}
     for path in ("", {"w": 1}, None):
         with pytest.raises(UsageError, match="a path; got (an empty one|a dict|a NoneType)"):
