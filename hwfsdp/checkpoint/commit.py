@@ -24,7 +24,8 @@ writes them: not compressed, not encrypted, without attributes. `load_archive` t
 Note [Who is still writing]
     The files of a killed save look like a save that is under way. So the leader of a save holds a lock on the checkpoint's
     directory. The lock ends with its process, however the process ends. A leader that gets the lock knows that no other save is
-    writing, and removes leftovers. If the file system has no locks, the user must prevent two saves at the same time.
+    writing, and removes leftovers. In the formats of torch.save, the lock is on the new directory beside the checkpoint, and
+    leftovers are such directories without a lock. If the file system has no locks, the user must prevent two saves at the same time.
 
 Note [Removing a save]
     The manifest is removed first. If the removal is interrupted, it leaves an unfinished save, which does not count and is
@@ -50,9 +51,9 @@ import stat
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -285,11 +286,29 @@ def find_complete(path: Path) -> tuple[Path, Manifest]:
     Raises:
         UsageError, CheckpointError: as `find_current` and `read_manifest`. CheckpointError: a file is missing.
     """
-    current = find_current(path)
+    return unless_replaced(path, read_complete)
+
+
+def read_complete(current: Current) -> tuple[Path, Manifest]:
+    """Return the directory of a save and its manifest. Raise an error if a file is missing."""
     folder, manifest = current.folder, read_manifest(current)
     for name in sorted(files_of(manifest) - set(os.listdir(folder))):
         raise damaged(folder / name, "a file of the checkpoint", "none: it is missing")
     return folder, manifest
+
+
+T = TypeVar("T")
+
+
+def unless_replaced(path: Path, read: Callable[[Current], T]) -> T:
+    """Return what `read` returns for the save that counts. If it fails and another save counts now, read that one."""
+    while True:
+        current = find_current(path)
+        try:
+            return read(current)
+        except (CheckpointError, FileNotFoundError):
+            if find_current(path) == current:
+                raise
 
 
 def files_of(manifest: Manifest) -> set[str]:
@@ -432,16 +451,18 @@ def replaced(target: Path, agreement: Agreement, check: Callable[[], None]) -> I
         save_id = secrets.token_hex(16)
         check()
         name_beside(target, save_id).mkdir(parents=True)
+        held.enter_context(locked(name_beside(target, save_id)))
         return [save_id] * agreement.size
 
-    save_id = agreement.step("beginning", lambda: None, begin)
-    draft = name_beside(target, save_id)
-    try:
-        yield draft, save_id
-        agreement.step("publishing", lambda: None, lambda _: put_in_place(draft, target))
-    finally:
-        if agreement.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
+    with ExitStack() as held:
+        save_id = agreement.step("beginning", lambda: None, begin)
+        draft = name_beside(target, save_id)
+        try:
+            yield draft, save_id
+            agreement.step("publishing", lambda: None, lambda _: put_in_place(draft, target))
+        finally:
+            if agreement.rank == 0:
+                shutil.rmtree(draft, ignore_errors=True)
 
 
 def check_replaceable(target: Path, names: re.Pattern[str], what: str, overwrite: bool = True) -> None:
@@ -490,8 +511,9 @@ def put_in_place(new: Path, target: Path) -> None:
             raise
     with suppress(OSError):  # the directory has its name even if this fails
         sync_directory(target.parent)
-    for name in left_beside(target):
-        shutil.rmtree(target.parent / name, ignore_errors=True)
+    for name in left_beside(target):  # Note [Who is still writing]
+        with suppress(OSError, StateError), locked(target.parent / name):
+            shutil.rmtree(target.parent / name, ignore_errors=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -196,9 +196,12 @@ def _read_all(source: Source, scratch: Path) -> dict[KeyPath, Any]:
 
 
 def _read_store(source: Path, scratch: Path) -> dict[Any, Any]:
-    folder, manifest = commit.find_complete(source)
-    with ExitStack() as opened:
-        return _nested(_read_all(Blocks(manifest, folder, opened), scratch), manifest.containers)
+    def read(current: commit.Current) -> dict[Any, Any]:
+        folder, manifest = commit.read_complete(current)
+        with ExitStack() as opened:
+            return _nested(_read_all(Blocks(manifest, folder, opened), scratch), manifest.containers)
+
+    return commit.unless_replaced(source, read)
 
 
 def _read_part(source: Path, scratch: Path) -> dict[Any, Any]:
@@ -398,8 +401,11 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     Raises:
         UsageError: there is no checkpoint. CheckpointError: the manifest is missing or damaged.
     """
-    current = commit.find_current(path_of(path, "inspect").absolute())
-    return _inspection(current.folder, commit.read_manifest(current))
+
+    def read(current: commit.Current) -> Inspection:
+        return _inspection(current.folder, commit.read_manifest(current))
+
+    return commit.unless_replaced(path_of(path, "inspect").absolute(), read)
 
 
 def _inspection(folder: Path, manifest: Manifest) -> Inspection:
@@ -427,7 +433,11 @@ def verify(path: str | os.PathLike[str]) -> Inspection:
         UsageError: there is no checkpoint.
         CheckpointError: names the first thing that is missing or damaged, with file, key and offset.
     """
-    folder, manifest = commit.find_complete(path_of(path, "verify").absolute())
+    return commit.unless_replaced(path_of(path, "verify").absolute(), _verified)
+
+
+def _verified(current: commit.Current) -> Inspection:
+    folder, manifest = commit.read_complete(current)
     for index, share in enumerate(manifest.shares()):
         _verify_file(folder, manifest, index, share)
     return _inspection(folder, manifest)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from hwfsdp import launch
-from hwfsdp.checkpoint import inspect, load, save, saving, verify
+from hwfsdp.checkpoint import commit, inspect, load, save, saving, verify
 from hwfsdp.errors import CheckpointError, FSDPError, StateError, UnsupportedError, UsageError
 
 
@@ -543,6 +544,27 @@ def test_a_second_save_at_the_same_time_is_refused(path: Path) -> None:
     target = emptied(state_dict_of())
     load(target, path)
     assert exactly(target) == exactly(state_dict_of(5))
+
+
+@pytest.mark.parametrize("name", ["dcp", "part"])
+def test_of_two_saves_into_one_directory_both_succeed_and_the_last_one_counts(
+    name: str, tmp_path: Path
+) -> None:
+    """When the first save is about to give its directory the final name, the second save does all of its work."""
+    options = {"overwrite": True} if name == "dcp" else {}
+    publish = commit.put_in_place
+
+    def after_another(*args: Any) -> None:
+        with mock.patch.object(commit, "put_in_place", publish):
+            FORMATS[name].save({"x": torch.full((3,), 2.0)}, tmp_path / "c", **options)
+        publish(*args)
+
+    FORMATS[name].save({"x": torch.zeros(3)}, tmp_path / "c")
+    with mock.patch.object(commit, "put_in_place", after_another):
+        FORMATS[name].save({"x": torch.ones(3)}, tmp_path / "c", **options)
+    target = {"x": torch.zeros(3)}
+    FORMATS[name].load(target, tmp_path / "c")
+    assert target["x"].eq(1).all() and [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
 # --- Ranks that differ -----------------------------------------------------------------------------------------

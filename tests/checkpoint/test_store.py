@@ -24,7 +24,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.optim import AdamW
 
 from hwfsdp import checkpoint, fully_shard, launch
+from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.commit import checksums_of
+from hwfsdp.checkpoint.convert import convert
 from hwfsdp.compat import StridedShard
 
 NAMES = ("float32", "bfloat16", "float64", "int64", "uint8", "bool", "complex64", "float8_e4m3fn")
@@ -283,6 +285,34 @@ def test_the_newest_saves_are_kept_and_each_can_be_loaded(tmp_path):
     assert checkpoint.inspect(tmp_path).saves == tuple(ids[-3:])
     assert [checkpoint.load({"step": -1}, tmp_path / i)["step"] for i in ids[-3:]] == [3, 4, 5]
     assert checkpoint.load({"step": -1}, tmp_path)["step"] == 5
+
+
+def converted(path):
+    convert(path, path.parent / "other", to="store")
+    return checkpoint.inspect(path.parent / "other")
+
+
+READERS = {
+    "load": lambda path: checkpoint.load({"x": torch.zeros(3), "step": 0}, path),
+    "inspect": lambda path: {"step": int(checkpoint.inspect(path).values["state_dict['step']"])},
+    "verify": lambda path: {"step": int(checkpoint.verify(path).values["state_dict['step']"])},
+    "convert": lambda path: {"step": int(converted(path).values["state_dict['step']"])},
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(name, tmp_path, monkeypatch):
+    checkpoint.save({"x": torch.zeros(3), "step": 1}, tmp_path / "c")
+    find = commit.find_current
+
+    def then_replaced(path):
+        found = find(path)
+        monkeypatch.undo()
+        checkpoint.save({"x": torch.ones(3), "step": 2}, tmp_path / "c", overwrite=True)
+        return found
+
+    monkeypatch.setattr(commit, "find_current", then_replaced)
+    assert READERS[name](tmp_path / "c")["step"] == 2
 
 
 def test_the_next_save_sweeps_the_remains_of_dead_ones(tmp_path):
