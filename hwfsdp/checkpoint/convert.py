@@ -29,7 +29,7 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -41,7 +41,7 @@ from torch import Tensor
 
 from hwfsdp.checkpoint import commit, dcp, parts
 from hwfsdp.checkpoint.agreement import ALONE, Agreement
-from hwfsdp.checkpoint.boxes import view_bytes, whole
+from hwfsdp.checkpoint.boxes import packed, view_bytes, whole
 from hwfsdp.checkpoint.commit import sync_directory
 from hwfsdp.checkpoint.error_messages import KeyPath, damaged, of_disk, path_of, refusal, refuse, show
 from hwfsdp.checkpoint.error_messages import with_size
@@ -51,6 +51,7 @@ from hwfsdp.checkpoint.manifest import checksum, name_of_constant
 from hwfsdp.checkpoint.part_files import read as read_parts
 from hwfsdp.checkpoint.saving import Target, describe, save_agreed
 from hwfsdp.checkpoint.traverse import container_like, items_of, leaves_of, nest, unflatten_state_dict
+from hwfsdp.compat import storage_key
 from hwfsdp.errors import CheckpointError
 from hwfsdp.optional_packages import needed_by
 
@@ -112,6 +113,9 @@ def convert(
     if os.path.lexists(target) and (not overwrite or os.path.samefile(source, target)):
         remedy = "Choose another path, or replace it with overwrite=True (--overwrite)."
         refuse(target, "no file or directory", "one", remedy)
+    if os.path.lexists(target) and (there := format_of(target)) != to:
+        remedy = "Choose another path; overwrite=True replaces a checkpoint of the same format."
+        refuse(target, f"a checkpoint of the format {to!r}", f"one of {there!r}", remedy)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
@@ -287,7 +291,8 @@ def _write_part(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
         return
     others = dict(state)
     model = others.pop("model")
-    optimizer = others.pop("optimizer", None) or others.pop("optim", None)
+    given = next((key for key in ("optimizer", "optim") if others.get(key)), "optimizer")
+    optimizer = others.pop(given, None)
     parts.save(target, model, optimizer, others, ALONE)
 
 
@@ -315,14 +320,24 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
         names[path] = names[tuple(entry["alias"])] if "alias" in entry else ".".join(map(str, path))
         entries.append({"path": path, "name": names[path]})
         if "alias" not in entry:
-            if names[path] in tensors:
-                expected, remedy = "a name of its own for every tensor", "Rename one of the two."
-                refuse(names[path], expected, "two tensors of that name", remedy)
-            tensors[names[path]] = values[path].detach().contiguous()
+            _check_name(names[path], tensors)
+            tensor = packed(values[path])
+            is_view = storage_key(tensor) in map(storage_key, tensors.values())
+            tensors[names[path]] = tensor.clone() if is_view else tensor  # safetensors refuses shared memory
     crc32 = {name: checksum(view_bytes(tensor)) for name, tensor in tensors.items()}
     containers = [(path, kind) for path, kind, _ in description["containers"]]
     header = json.dumps({"containers": containers, "entries": entries, "crc32": crc32})
     _commit_safetensors(tensors, target, {"format": "pt", _HEADER: header})
+
+
+def _check_name(name: str, taken: Collection[str]) -> None:
+    """Raise an error if a safetensors file cannot have a tensor of this name."""
+    if name in taken:
+        expected, remedy = "a name of its own for every tensor", "Rename one of the two."
+        refuse(name, expected, "two tensors of that name", remedy)
+    if name == "__metadata__" or name.encode(errors="replace").decode() != name:
+        expected = "a name in Unicode, and not __metadata__, which the format uses"
+        refuse(ascii(name), expected, "a tensor of that name", "Rename it.")
 
 
 def _commit_safetensors(tensors: dict[str, Tensor], target: Path, metadata: dict[str, str]) -> None:

@@ -69,13 +69,15 @@ def path_of(path: Any, what: str) -> Path:
     """Return the path that a user gave. An empty one would be the current directory, and is more likely a mistake.
 
     Raises:
-        UsageError: it is empty. WrongTypeError: it is no path, for example because arguments are in the wrong order.
+        UsageError: it is empty, or no system could have it. WrongTypeError: it is no path, for example because arguments are in the wrong order.
     """
     if not isinstance(path, str | os.PathLike):
         remedy = "Give the path as a str or a Path, in its place among the arguments."
         refuse(what, "a path", f"a {type(path).__name__}", remedy, WrongTypeError)
     if not os.fspath(path):
         refuse(what, "a path", "an empty one", 'Give the path of a directory; "." is the current one.')
+    if "\0" in os.fspath(path):
+        refuse(what, "a path", f"one with a NUL character, {os.fspath(path)!r}", "Remove it.")
     return Path(path)
 
 

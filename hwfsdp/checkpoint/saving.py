@@ -153,6 +153,10 @@ class Target:
     def check(self) -> None:
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
             refuse("save", "keep=1 or more", f"keep={self.keep!r}", "Leave it out for one.")
+        for sign in (".metadata", "PART_000.pt"):
+            if os.path.lexists(self.path / sign):
+                got = f"one of another format, which has {sign}"
+                refuse(self.path, "a checkpoint of the store, or none", got, "Choose another path.")
         commit.check_target(self.path, self.overwrite or self.keep is not None)
 
 

@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from faults import contents_of
 from samples import assert_same
 
 from hwfsdp import CheckpointError, UsageError, checkpoint
@@ -115,11 +116,56 @@ def test_a_target_that_exists_is_replaced_only_if_asked(originals, tmp_path):
             convert(target, target, to=name, overwrite=True)
 
 
+def test_what_is_there_is_replaced_only_if_it_has_the_format_of_the_target(originals, tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    for name in FORMATS:
+        for other in (*FORMATS, "notes"):
+            if other == name:
+                continue
+            target = place(tmp_path, other)
+            if other != "notes":
+                convert(originals / "store", target, to=other, overwrite=True)
+            before = contents_of(tmp_path)
+            with pytest.raises(UsageError, match="same format|Check the path"):
+                convert(originals / "store", target, to=name, overwrite=True)
+            assert contents_of(tmp_path) == before
+
+
+def test_views_of_one_storage_become_tensors_of_their_own(tmp_path):
+    base = torch.arange(6.0)
+    state = {
+        "all": base,
+        "rows": base.view(2, 3),
+        "first": base[:4],
+        "last": base[2:],
+        "column": base.view(3, 2)[:, 1],
+    }
+    original_parts.write(tmp_path / "part", [state])
+    convert(tmp_path / "part", tmp_path / "x.safetensors", to="safetensors")
+    found = safetensors.torch.load_file(tmp_path / "x.safetensors")
+    assert_same(found, {f"model.{name}": value.contiguous() for name, value in state.items()})
+
+
+def test_the_optimizer_of_a_part_is_the_one_that_holds_something(tmp_path):
+    optimizer = {"state": {}, "param_groups": []}
+    checkpoint.save(
+        {"model": {"x": torch.ones(1)}, "optim": optimizer, "optimizer": None}, tmp_path / "store"
+    )
+    with pytest.raises(UsageError, match=r"others\['optimizer'\]"):
+        convert(tmp_path / "store", tmp_path / "part", to="part")
+    checkpoint.save({"model": {"x": torch.ones(1)}, "optim": optimizer}, tmp_path / "store", overwrite=True)
+    convert(tmp_path / "store", tmp_path / "part", to="part")
+    assert parts.load(tmp_path / "part")["optimizer"] == optimizer
+
+
 @pytest.mark.parametrize(
     ("state", "to", "match"),
     [
         ({"x": torch.zeros(2, dtype=torch.complex128)}, "safetensors", "dtypes that safetensors has"),
         ({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, "safetensors", "two tensors of that name"),
+        ({"__metadata__": torch.zeros(1)}, "safetensors", "__metadata__, which the format uses"),
+        ({"\ud800": torch.zeros(1)}, "safetensors", r"'\\ud800': expected a name in Unicode"),
+        ({"model": {"x": torch.zeros(1)}, "optimizer": {}}, "part", r"optimizer\[0\]"),
         ({"x": torch.zeros(1)}, "zip", "one of"),
     ],
 )

@@ -563,7 +563,7 @@ def test_an_empty_path_is_not_the_current_folder(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     more = {"load": load, "load_into": READERS["parts"]}
     more |= {name: lambda _, p, f=f: f(p) for name, f in (("verify", verify), ("inspect", inspect))}
-    for path in ("", {"w": 1}, None):
-        with pytest.raises(UsageError, match="a path; got (an empty one|a dict|a NoneType)"):
+    for path in ("", {"w": 1}, None, "a\0b"):
+        with pytest.raises(UsageError, match="a path; got (an empty one|a dict|a NoneType|one with a NUL)"):
             (WRITERS | more)[name]({"w": torch.ones(1)} if name != "safetensors" else tmp_path, path)
     assert not list(tmp_path.iterdir())

@@ -502,8 +502,12 @@ def test_an_existing_checkpoint_is_not_overwritten_unless_asked_for(path: Path, 
     (tmp_path / "directory").mkdir()
     (tmp_path / "directory" / "thesis.tex").write_bytes(b"mine")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("dcp", "part"):
+        FORMATS[name].save({"x": torch.ones(1)}, tmp_path / name)
     before = contents_of(tmp_path)
     for target, word, options in [
+        (tmp_path / "dcp", "another format", {"overwrite": True}),
+        (tmp_path / "part", "another format", {"keep": 2}),
         (path, saves_in(path)[-1], {}),
         (tmp_path / "directory", "thesis.tex", {}),
         (tmp_path / "file", "a file", {}),
