@@ -294,8 +294,9 @@ def _plan_of(
     leaves = dict(leaves_of(state_dict))
     others, apart = _of_ranks(state_dict, manifest, agreement.rank, agreement.size, strict)
     missing, unexpected = _on_one_side(leaves, manifest, others)
-    missing += [path for path in leaves if is_within(path, apart) and path not in missing]
-    common = {path: leaf for path, leaf in leaves.items() if path not in {*missing}}
+    gone = {*missing}
+    missing += [path for path in leaves if is_within(path, apart) and path not in gone]
+    common = {path: leaf for path, leaf in leaves.items() if not (path in gone or is_within(path, apart))}
     only_here, only_there = (list(map(show, paths)) for paths in (missing, unexpected))
     return LoadPlan(source, state_dict, common, bool(common), only_here, only_there, target.paths)
 
@@ -341,19 +342,19 @@ def _on_one_side(
 
 def _of_ranks(
     state_dict: Any, manifest: Manifest, rank: int, size: int, strict: bool
-) -> tuple[set[KeyPath], list[KeyPath]]:
+) -> tuple[set[KeyPath], set[KeyPath]]:
     """Return the paths to other ranks' values, and the paths of `PerRank`s that another number of ranks has saved.
 
     Raises UsageError for the latter if `strict` is set.
     """
-    others, apart = set[KeyPath](), list[KeyPath]()
+    others, apart = set[KeyPath](), set[KeyPath]()
     for path in find_per_rank(state_dict, rank):
         n = len(path)
         saved = {p[n] for p in (*manifest.entries, *manifest.containers) if len(p) > n and p[:n] == path}
         if saved == set(range(size)):
             others |= {(*path, other) for other in saved - {rank}}
         elif saved:
-            apart.append(path)
+            apart.add(path)
             if strict:
                 expected, got = f"values of {size} ranks, as many as load", f"values of {len(saved)} ranks"
                 remedy = "Leave it out with strict=False, or load a dict {rank: value} and choose."
@@ -521,7 +522,7 @@ def _rooms_for(plan: LoadPlan, directly: Collection[KeyPath]) -> dict[KeyPath, T
             continue
         dtype, part = plan.source.manifest.tensor(path).dtype, part_of(target)
         if dtype != target.dtype:
-            rooms[path] = torch.empty(part.shape, dtype=dtype)
+            rooms[path] = torch.empty(part.shape, dtype=dtype, device="cpu")
             continue
         together[path] = end, part
         end += aligned(part.nbytes)
@@ -612,7 +613,7 @@ class Blocks(Source):
         first, last = span_of(piece, chunk.shape)
         start = first * itemsize // block_bytes * block_bytes
         stop = min(-(-last * itemsize // block_bytes) * block_bytes, chunk.numel * itemsize)
-        buffer = torch.empty(stop - start, dtype=torch.uint8)
+        buffer = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
         read(_memory(buffer), start)
         values = buffer.view(place.dtype)
         place.copy_(values.as_strided(piece.shape, strides_of(chunk.shape), first - start // itemsize))

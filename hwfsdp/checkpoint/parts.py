@@ -51,7 +51,7 @@ from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.part_files import COUNT_KEY, ID_KEY, PART, RESERVED, VERSION, VERSION_KEY, Cut, Parts
 from hwfsdp.checkpoint.part_files import Share, bytes_in, divide, packed_tree, part_name, read
 from hwfsdp.checkpoint.state_dict import describe, whole_of
-from hwfsdp.checkpoint.traverse import PerRank, brief, leaves_of, nodes_of
+from hwfsdp.checkpoint.traverse import PerRank, brief, items_of, leaves_of, nodes_of
 from hwfsdp.compat import local_of, wrap_like
 from hwfsdp.core.sharding import chunk_extent
 from hwfsdp.errors import WrongTypeError
@@ -73,7 +73,7 @@ def save(
     on the CPU.
 
     Args:
-        fname: the directory. An existing directory is commit.replaced, and may hold nothing but parts.
+        fname: the directory. An existing directory is replaced, and may hold nothing but parts.
         model: a module or its state dict, or a list or tuple of them. A list of one is loaded as this one.
         optimizer: an optimizer or its state dict, or a list or tuple of them.
         others: more entries; rank 0's entries are saved. torch.load must accept the values with weights_only=True. DTensors are
@@ -325,12 +325,23 @@ def _places_in_models(
     for i, module in enumerate(models):
         if not isinstance(module, nn.Module | MutableMapping):
             refuse_kind(f"model[{i}]", module, "a module, or a state dict that can be filled")
+        for name, value in () if isinstance(module, nn.Module) else module.items():
+            _check_flat(("model", i, name), value)
         memory = held.enter_context(NewMemory(module, device, None))
         memory.give()
         tree["model"].append(memory.state_dict)
         places |= {("model", i, name): value for name, value in memory.state_dict.items()}
         fresh += [("model", i, *path) for path in memory.paths]
     return places, fresh
+
+
+def _check_flat(path: KeyPath, value: Any) -> None:
+    """Raise an error for tensors in a container, because only tensors directly in a state dict are filled."""
+    if items_of(value) is not None and any(isinstance(leaf.value, Tensor) for leaf in leaves_of(value)):
+        remedy = "Fill it from the result of parts.load, or give each dict of tensors as a model."
+        refuse(
+            path, "no tensors in containers inside a state dict", f"a {type(value).__name__} of them", remedy
+        )
 
 
 def _places_in_optimizers(

@@ -278,7 +278,7 @@ def describe(
     """
     if not isinstance(state_dict, Mapping):
         refuse("save", "a state dict or a module", type(state_dict).__name__, "Pass a dict.")
-    per_rank = find_per_rank(state_dict, rank)
+    per_rank = {*find_per_rank(state_dict, rank)}
     entries: list[dict[str, Any]] = []
     tensors: dict[KeyPath, Tensor] = {}
     first: dict[Any, dict[str, Any]] = {}

@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from hwfsdp.checkpoint.boxes import Box, bytes_of, check_data, part_of, pieces_at
+from hwfsdp.checkpoint.boxes import Box, bytes_of, check_data, check_writable, part_of, pieces_at
 from hwfsdp.checkpoint.error_messages import KeyPath, refuse
 from hwfsdp.checkpoint.traverse import ABSENT, CompanionMismatch, items_of, leaves_of, map_leaves
 from hwfsdp.compat import all_gather_single, device_types, group_of_sharded_tensor, is_shard
@@ -311,11 +311,15 @@ def copy_state_dict(
 
     Raises:
         CompanionMismatch: keys, a shape, a placement or (without `allow_cast`) a dtype differ. Nothing is broadcast or cut.
-        UsageError: for the reasons of `iterate_state_dict`, or for a tensor on the meta device. Nothing was copied then.
+        UsageError: for the reasons of `iterate_state_dict`, or for a tensor on the meta device, or one that cannot be written to.
+        In all cases, nothing was copied.
     """
     _check_leaves(state_dict, type_check, needs_data=True)
     _check_leaves(copy_state_dict, type_check=False, needs_data=True)
     map_leaves(partial(_check_pair, allow_cast=allow_cast), state_dict, copy_state_dict)
+    for path, target in leaves_of(copy_state_dict):
+        for shard in shards_in(target) if isinstance(target, Tensor) else ():
+            check_writable(path, shard)
     options: dict[str, Any] = {"type_check": type_check, "non_blocking": non_blocking}
     options["allow_cast"] = allow_cast
     return iterate_state_dict(state_dict, _same, _same, _same, companion_obj=copy_state_dict, **options)

@@ -35,7 +35,7 @@ import copyreg
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
 from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
@@ -435,9 +435,9 @@ def find_per_rank(state_dict: Any, rank: int) -> list[KeyPath]:
     return [path for path, _ in found]
 
 
-def is_within(path: KeyPath, outer: Collection[KeyPath]) -> bool:
+def is_within(path: KeyPath, outer: Set[KeyPath]) -> bool:
     """True if the path leads into one of the containers at the paths `outer`."""
-    return any(len(path) > len(at) and path[: len(at)] == at for at in outer)
+    return any(path[:n] in outer for n in range(len(path)))
 
 
 # --- Objects of any class ----------------------------------------------------------------------------------

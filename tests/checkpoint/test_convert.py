@@ -140,7 +140,9 @@ def test_views_of_one_storage_become_tensors_of_their_own(tmp_path):
         "last": base[2:],
         "column": base.view(3, 2)[:, 1],
     }
-    original_parts.write(tmp_path / "part", [state])
+    (tmp_path / "part").mkdir()
+    part = {"__nshards__": 1, "__version__": "2.0.0", "model": [(state, {})], "optimizer": []}
+    torch.save(part, tmp_path / "part" / "PART_000.pt")
     convert(tmp_path / "part", tmp_path / "x.safetensors", to="safetensors")
     found = safetensors.torch.load_file(tmp_path / "x.safetensors")
     assert_same(found, {f"model.{name}": value.contiguous() for name, value in state.items()})

@@ -147,6 +147,21 @@ def test_copy_refuses_by_path_and_before_anything_is_copied(name: str) -> None:
         assert torch.equal(into["first"], torch.zeros(1))
 
 
+def test_copy_refuses_a_target_that_cannot_be_written_to_before_anything_is_copied() -> None:
+    with torch.inference_mode():
+        read_only = torch.zeros(2)
+    for target in (torch.zeros(1).expand(2), read_only):
+        into = {"first": torch.zeros(1), "k": [target]}
+        with pytest.raises(
+            UsageError, match=r"state_dict\['k'\]\[0\]: expected (memory|a tensor that can be changed)"
+        ):
+            copy_state_dict({"first": torch.ones(1), "k": [torch.ones(2)]}, into)
+        assert not into["first"].any()
+    sparse = {"k": torch.zeros(2, 2).to_sparse()}
+    copy_state_dict({"k": torch.eye(2).to_sparse()}, sparse)
+    assert torch.equal(sparse["k"].to_dense(), torch.eye(2))
+
+
 def test_copy_casts_dtypes_as_torch_if_asked_for() -> None:
     source, into = {"k": torch.tensor([1.7])}, {"k": torch.zeros(1, dtype=torch.int64)}
     expected = torchs._copy_state_dict(source, {"k": into["k"].clone()})

@@ -80,6 +80,7 @@ LOSSES: list[tuple[torch.dtype, Any, torch.dtype, str]] = [
     (torch.float32, 70000.0, torch.float16, "70000"),
     (torch.float64, -1e300, torch.bfloat16, "1e+300"),
     (torch.float32, 1000.0, torch.float8_e4m3fn, "1000"),
+    (torch.float32, float("inf"), torch.float8_e4m3fn, "inf"),
     (torch.complex128, complex(1, 1e300), torch.complex64, "1e+300"),
     (torch.float64, 1e300, torch.complex64, "1e+300"),
     (torch.int64, 70000, torch.float16, "70000"),
@@ -162,6 +163,40 @@ def test_a_tensor_and_its_conjugate_share_memory_and_load(format_: Format, tmp_p
     one = torch.zeros(2, dtype=torch.complex64)
     format_.load({"z": one, "conjugate": one.conj()}, tmp_path / "c")
     assert one.equal(values)
+
+
+class Counted(str):
+    """A key that counts how often its hash is asked for."""
+
+    asked = 0
+
+    def __hash__(self) -> int:
+        Counted.asked += 1
+        return super().__hash__()
+
+
+@formats
+def test_the_work_of_a_load_that_leaves_keys_out_grows_with_their_number(
+    format_: Format, tmp_path: Path
+) -> None:
+    counts = []
+    for n in (20, 40):
+        format_.save({f"k{i}": torch.ones(1) for i in range(n)}, tmp_path / str(n))
+        target = {Counted(f"k{i}"): torch.zeros(1) for i in range(n // 2, n + n // 2)}
+        Counted.asked = 0
+        with pytest.warns(UserWarning, match=f"{n // 2} missing"):
+            format_.load(target, tmp_path / str(n), strict=False)
+        counts.append(Counted.asked)
+    assert counts[1] < 3 * counts[0]
+
+
+@formats
+def test_the_default_device_does_not_matter_to_a_cast(format_: Format, tmp_path: Path) -> None:
+    format_.save({"x": numbered(4, 3)}, tmp_path / "c")
+    target = {"x": torch.zeros(4, 3, dtype=torch.float64)}
+    with torch.device("meta"):
+        format_.load(target, tmp_path / "c", allow_cast=True)
+    assert_same(target, {"x": numbered(4, 3).double()})
 
 
 def test_a_load_holds_a_few_chunks_at_a_time(tmp_path: Path) -> None:

@@ -899,6 +899,12 @@ def test_extra_state_is_handed_over(tmp_path: Path, extra: Any) -> None:
         (nn.Linear(3, 2), None, "state_dict['model'][0]['weight']: expected shape (2, 3)"),
         (nn.Linear(2, 2, dtype=torch.float64), None, "['weight']: expected torch.float64, as in the state"),
         (5, None, "model[0]: expected a module"),
+        (
+            {"weight": {"a": torch.zeros(2)}},
+            None,
+            "['weight']: expected no tensors in containers inside a state",
+        ),
+        ({"weight": [torch.zeros(2)]}, None, "['weight']: expected no tensors in containers inside a state"),
         (None, nn.Linear(2, 2), "optimizer[0]: expected an optimizer"),
         (None, adamw(nn.Linear(2, 2, bias=False)), "groups of [1] params, as the optimizer has; got [2]"),
         (None, stepped(adamw(nn.Linear(3, 2))), "['state'][0]['exp_avg']: expected shape (2, 3)"),
