@@ -151,9 +151,10 @@ def _plan_of(target: NewMemory, path: str | os.PathLike[str], opened: ExitStack)
     common = {at: replace(there[key], path=at) for key, (at, _) in entries.items() if key in there}
     blobs.manifest = replace(blobs.manifest, entries=common)
     leaves = {at: value for at, value in entries.values() if at in common}
-    missing = [repr(key) for key in entries if key not in there]
-    unexpected = [repr(key) for key in there if key not in entries]
-    return LoadPlan(blobs, target.state_dict, leaves, bool(leaves), missing, unexpected, target.paths)
+    plan = LoadPlan(blobs, target.state_dict, leaves, has_common=bool(leaves), fresh=target.paths)
+    plan.missing = [repr(key) for key in entries if key not in there]
+    plan.unexpected = [repr(key) for key in there if key not in entries]
+    return plan
 
 
 # --- Keys --------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain, zip_longest
 from operator import add
@@ -167,6 +167,7 @@ class LoadPlan:
     source: Source
     state_dict: Any
     leaves: Mapping[KeyPath, Any]
+    _: KW_ONLY
     has_common: bool = True
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
@@ -297,8 +298,9 @@ def _plan_of(
     gone = {*missing}
     missing += [path for path in leaves if is_within(path, apart) and path not in gone]
     common = {path: leaf for path, leaf in leaves.items() if not (path in gone or is_within(path, apart))}
-    only_here, only_there = (list(map(show, paths)) for paths in (missing, unexpected))
-    return LoadPlan(source, state_dict, common, bool(common), only_here, only_there, target.paths)
+    plan = LoadPlan(source, state_dict, common, has_common=bool(common), fresh=target.paths)
+    plan.missing, plan.unexpected = (list(map(show, paths)) for paths in (missing, unexpected))
+    return plan
 
 
 def match(plan: LoadPlan, allow_cast: bool) -> None:

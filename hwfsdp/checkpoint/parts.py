@@ -175,12 +175,12 @@ def load_into(
             leaves, fresh = _places_in_models(tree, several(model), device, held)
             there = [path for path in found[0].found if path[0] == "model" and model is not None]
             common = {path: leaves[path] for path in there if path in leaves}
-            missing, unexpected = (
+            plan = LoadPlan(found[0], tree, common, has_common=bool(common) or model is None, fresh=fresh)
+            plan.missing, plan.unexpected = (
                 [repr(p[2]) for p in paths if p not in common] for paths in (leaves, there)
             )
-            has_common = bool(common) or model is None
-            common |= _places_in_optimizers(tree, found[0], several(optimizer))
-            return LoadPlan(found[0], tree, common, has_common, missing, unexpected, fresh)
+            plan.leaves = common | _places_in_optimizers(tree, found[0], several(optimizer))
+            return plan
 
         left_out = load_from(agreement, plan_of, f"load_into from {fname}", strict, allow_cast)
         for each, state_dict in zip(several(optimizer), tree["optimizer"]):
