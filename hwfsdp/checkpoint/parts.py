@@ -17,7 +17,7 @@ Note [One save or the other]
 Note [Targets]
     A model has a place for every entry: the tensors of its state dict. An optimizer that has made no step yet has no places. So an
     optimizer gets a new state. The state of a parameter is cut like the present state; without one, like the parameter, if it has the
-    parameter's shape. So sharded states of other shapes need an optimizer that has made one step. Tensors on the meta device
+    parameter's shape. So states of other shapes need an optimizer that has made one step. Tensors on the meta device
     get memory in place (see `meta`). So an optimizer that was made over such parameters has the right parameters afterwards.
 
 Left out: shared memory (tied weights are two entries with the same values); tensors in lists in the state of an optimizer, which stay
@@ -33,6 +33,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -147,10 +148,10 @@ def load_into(
         model: a module or a state dict to fill, or a list or tuple of them, as many as were saved. None: models stay as they
             are.
         optimizer: an optimizer over the same parameters, or a list or tuple of them, as many as were saved. None: as for
-            `model`. If the optimizer does not have a saved state yet, the state is sharded like its parameter, provided that it
-            has the same shape.
+            `model`. If the optimizer does not have a saved state yet, the state is sharded like its parameter, and has the same shape.
         device: where tensors on the meta device get memory; see `meta.init_state_dict`.
-        strict, allow_cast: as for `loading.load`.
+        strict, allow_cast: as for `loading.load`. Of an optimizer, the keys of groups are compared, and the keys of states that it
+            has already. With strict=False, it keeps its own values of keys that were not saved.
 
     Returns:
         The other entries of the checkpoint.
@@ -179,7 +180,7 @@ def load_into(
             plan.missing, plan.unexpected = (
                 [repr(p[2]) for p in paths if p not in common] for paths in (leaves, there)
             )
-            plan.leaves = common | _places_in_optimizers(tree, found[0], several(optimizer))
+            plan.leaves = common | _places_in_optimizers(tree, plan, found[0], several(optimizer))
             return plan
 
         left_out = load_from(agreement, plan_of, f"load_into from {fname}", strict, allow_cast)
@@ -345,30 +346,68 @@ def _check_flat(path: KeyPath, value: Any) -> None:
 
 
 def _places_in_optimizers(
-    tree: dict[str, list[Any]], parts: Parts, optimizers: list[Any]
+    tree: dict[str, list[Any]], plan: LoadPlan, parts: Parts, optimizers: list[Any]
 ) -> dict[KeyPath, Any]:
-    """Add new states for the optimizers to the tree. Return the tensors in them, which have no values yet."""
+    """Add new states for the optimizers to the tree. Return the tensors in them, which have no values yet.
+
+    The keys of groups are compared, and the keys of states that parameters have already. The plan gets the names of differing keys.
+    """
     rooms: dict[KeyPath, Any] = {}
-    for i, (optimizer, rest) in enumerate(zip(optimizers, parts.rests)):
-        groups = getattr(optimizer, "param_groups", None)
-        if not isinstance(groups, list) or not callable(getattr(optimizer, "load_state_dict", None)):
-            refuse_kind(f"optimizer[{i}]", optimizer, "an optimizer")
-        mine, theirs = ([len(g["params"]) for g in each] for each in (groups, rest["param_groups"]))
-        if mine != theirs:
-            got, remedy = f"{theirs}", "Make the optimizer over the same parameters, in the same groups."
-            at = "optimizer", i, "param_groups"
-            refuse(at, f"groups of {mine} params, as the optimizer has", got, remedy)
-        indices = [index for group in rest["param_groups"] for index in group["params"]]
-        params = dict(zip(indices, (param for group in groups for param in group["params"])))
-        found = {path: v for path, v in parts.found.items() if path[:2] == ("optimizer", i)}
-        for path in found:
-            entry = parts.manifest.entries[path]
-            if isinstance(entry, TensorEntry) and len(path) > 4:
-                rooms[path] = _room_for(entry, params.get(path[3]), getattr(optimizer, "state", {}))
-        entries = {path: rooms[path] if path in rooms else copy.deepcopy(v) for path, v in found.items()}
-        state_dict = copy.deepcopy(rest)
-        tree["optimizer"].append(state_dict | {"state": parts.trees(entries)[1][i]["state"]})
+    for i, (optimizer, rest) in enumerate(zip(optimizers, copy.deepcopy(parts.rests))):
+        at = "optimizer", i
+        params = _params_of(optimizer, at, rest["param_groups"])
+        groups = [
+            _in_common(plan, (*at, "param_groups", n), mine, theirs)
+            for n, (mine, theirs) in enumerate(zip(optimizer.param_groups, rest["param_groups"]))
+        ]
+        saved: dict[Any, dict[Any, Any]] = {index: {} for index in params}
+        entries: dict[KeyPath, Any] = {}
+        for path, value in parts.found.items():
+            if path[:2] == at and len(path) > 4:
+                saved.setdefault(path[3], {})[path[4]] = value
+            elif path[:2] == at:
+                entries[path] = copy.deepcopy(value)
+        states = getattr(optimizer, "state", {})
+        for index, theirs in saved.items():
+            mine = states.get(params.get(index)) or theirs
+            for key, value in _in_common(plan, (*at, "state", index), mine, theirs).items():
+                path = (*at, "state", index, key)
+                entry = parts.manifest.entries.get(path)
+                if isinstance(entry, TensorEntry):
+                    entries[path] = rooms[path] = _room_for(entry, params.get(index), states)
+                else:
+                    entries[path] = copy.deepcopy(value) if entry else value
+        state = parts.trees(entries)[1][i]["state"]
+        tree["optimizer"].append(rest | {"param_groups": groups, "state": state})
     return rooms
+
+
+def _params_of(optimizer: Any, at: KeyPath, saved: list[dict[str, Any]]) -> dict[Any, Any]:
+    """Return the parameters of an optimizer, by the indices that they have in the saved groups. Raise an error if groups differ."""
+    groups = getattr(optimizer, "param_groups", None)
+    if not isinstance(groups, list) or not callable(getattr(optimizer, "load_state_dict", None)):
+        refuse_kind(f"optimizer[{at[1]}]", optimizer, "an optimizer")
+    mine, theirs = ([len(g["params"]) for g in each] for each in (groups, saved))
+    if mine != theirs:
+        got, remedy = f"{theirs}", "Make the optimizer over the same parameters, in the same groups."
+        refuse((*at, "param_groups"), f"groups of {mine} params, as the optimizer has", got, remedy)
+    indices = [index for group in saved for index in group["params"]]
+    return dict(zip(indices, (param for group in groups for param in group["params"])))
+
+
+_NAMES = {"params", "param_names"}  # keys of groups that say which parameters they have
+
+
+def _in_common(
+    plan: LoadPlan, at: KeyPath, mine: Mapping[Any, Any], theirs: dict[Any, Any]
+) -> dict[Any, Any]:
+    """Return the saved values of the keys that the optimizer has, too, and its own values of the others. Add differing keys to the plan."""
+    missing = [key for key in mine if key not in theirs and key not in _NAMES]
+    unexpected = [key for key in theirs if key not in mine and key not in _NAMES]
+    plan.missing = [*plan.missing, *(show((*at, key)) for key in missing)]
+    plan.unexpected = [*plan.unexpected, *(show((*at, key)) for key in unexpected)]
+    kept = {key: value for key, value in theirs.items() if key not in unexpected}
+    return kept | {key: mine[key] for key in missing}
 
 
 def _room_for(entry: TensorEntry, param: Any, states: Mapping[Any, Any]) -> Tensor:
@@ -383,6 +422,10 @@ def _room_for(entry: TensorEntry, param: Any, states: Mapping[Any, Any]) -> Tens
         dtype, shape = place.dtype, tuple(place.shape)
     elif isinstance(param, Tensor) and tuple(param.shape) == entry.shape:
         place = param
+    elif isinstance(param, Tensor) and prod(entry.shape) != 1:
+        expected = f"shape {tuple(param.shape)}, as the parameter has, or a state to compare with"
+        remedy = "For states of other shapes, call hwfsdp.checkpoint.meta.init_optimizer_state first."
+        refuse(entry.path, expected, f"shape {entry.shape} in the checkpoint", remedy)
     if not isinstance(place, DTensor):
         return torch.empty(shape, dtype=dtype)
     home = param if place.is_meta and isinstance(param, DTensor) else place

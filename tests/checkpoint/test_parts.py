@@ -899,15 +899,18 @@ def test_extra_state_is_handed_over(tmp_path: Path, extra: Any) -> None:
         (nn.Linear(3, 2), None, "state_dict['model'][0]['weight']: expected shape (2, 3)"),
         (nn.Linear(2, 2, dtype=torch.float64), None, "['weight']: expected torch.float64, as in the state"),
         (5, None, "model[0]: expected a module"),
-        (
-            {"weight": {"a": torch.zeros(2)}},
-            None,
-            "['weight']: expected no tensors in containers inside a state",
-        ),
-        ({"weight": [torch.zeros(2)]}, None, "['weight']: expected no tensors in containers inside a state"),
+        ({"weight": {"a": torch.zeros(2)}}, None, "['weight']: expected no tensors in containers"),
+        ({"weight": [torch.zeros(2)]}, None, "['weight']: expected no tensors in containers"),
         (None, nn.Linear(2, 2), "optimizer[0]: expected an optimizer"),
         (None, adamw(nn.Linear(2, 2, bias=False)), "groups of [1] params, as the optimizer has; got [2]"),
         (None, stepped(adamw(nn.Linear(3, 2))), "['state'][0]['exp_avg']: expected shape (2, 3)"),
+        (None, adamw(nn.Linear(3, 2)), "['state'][0]['exp_avg']: expected shape (2, 3), as the param"),
+        (
+            None,
+            torch.optim.SGD(nn.Linear(2, 2).parameters()),
+            "3 missing in the checkpoint: state_dict['optimizer'][0]['p",
+        ),
+        (None, stepped(adamw(nn.Linear(2, 2), amsgrad=True)), "['state'][0]['max_exp_avg_sq']"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_changes_nothing(
@@ -920,6 +923,27 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(
     with pytest.raises(UsageError, match=re.escape(message)):
         parts.load_into(tmp_path / "c", model, optimizer)
     assert_same([plain(target.state_dict()) for target in targets], before)
+
+
+def test_keys_that_only_an_optimizer_or_only_the_checkpoint_has_are_left_out_on_request(
+    tmp_path: Path,
+) -> None:
+    model = nn.Linear(2, 2)
+    saved = stepped(adamw(model, lr=0.5)).state_dict()
+    del saved["state"][1], saved["param_groups"][0]["eps"], saved["state"][0]["exp_avg_sq"]
+    saved["param_groups"][0]["initial_lr"] = 1.0
+    saved["state"][0]["more"] = torch.ones(2, 2)
+    parts.save(tmp_path / "c", model, saved)
+    optimizer = stepped(adamw(model, lr=0.1))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(UsageError, match=r"5 missing in the checkpoint.*; 2 only in the checkpoint"):
+        parts.load_into(tmp_path / "c", model, optimizer)
+    assert_same(optimizer.state_dict(), before)
+    with pytest.warns(UserWarning, match=r"5 missing in the checkpoint.*; 2 only in the checkpoint"):
+        parts.load_into(tmp_path / "c", model, optimizer, strict=False)
+    before["param_groups"][0]["lr"] = 0.5
+    before["state"][0].update({key: saved["state"][0][key] for key in ("step", "exp_avg")})
+    assert_same(optimizer.state_dict(), before)
 
 
 # --- The tests: dealing out --------------------------------------------------------------------------------
