@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Collection, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -31,9 +32,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.boxes import bytes_of, check_data, check_no_sum, is_expanded, part_of
+from hwfsdp.checkpoint.boxes import bytes_of, check_data, check_no_sum, identity_of, is_expanded, part_of
 from hwfsdp.checkpoint.boxes import refuse_sharded_tensor
-from hwfsdp.checkpoint.error_messages import KeyPath, refuse, told
+from hwfsdp.checkpoint.error_messages import KeyPath, refuse, show, told
 from hwfsdp.checkpoint.state_dict import to_cpu
 from hwfsdp.checkpoint.traverse import items_of, leaves_of, map_leaves
 from hwfsdp.compat import device_types, dtensor, is_sharded_tensor
@@ -87,8 +88,8 @@ def broadcast_state_dict(
 
     Raises:
         UsageError: on all ranks, if on any of them a shape differs, a dtype differs (without `allow_cast`), a tensor meets another
-            value, a DTensor is not cut as its placements say, or rank 0 has a DTensor, a meta tensor or a value that cannot be
-            pickled.
+            value, a DTensor is not cut as its placements say, one tensor would get two different values, or rank 0 has a DTensor, a
+            meta tensor or a value that cannot be pickled.
         UnsupportedError: on all ranks, if any of them has a `Partial` placement or a ShardedTensor.
         StateError: there is no process group.
     """
@@ -98,8 +99,13 @@ def broadcast_state_dict(
     agreement = Agreement(pg, "broadcast_state_dict")
     is_source = agreement.rank == 0
     plan = _send_plan(agreement, full_state_dict if is_source else None, pg)
-    agreement.step("comparing", lambda: check_plan(plan, local_state_dict, allow_cast))
     source = dict(leaves_of(full_state_dict)) if is_source else {}
+
+    def compare() -> list[list[int]]:
+        check_plan(plan, local_state_dict, allow_cast)
+        return ties_in(plan, local_state_dict)
+
+    agreement.step("comparing", compare, lambda ties: check_ties(plan, source, chain(*ties)))
     device = torch.device(device)
     # The source sends its tensors from where they are, or from a copy of one at a time.
     sizes = [0 if is_source else info.nbytes for info in plan.values() if isinstance(info, TensorInfo)]
@@ -137,6 +143,7 @@ def distribute_state_dict(
     plan = _plan_of(full_state_dict)
     check_plan(plan, local_state_dict, allow_cast)
     source = dict(leaves_of(full_state_dict))
+    check_ties(plan, source, ties_in(plan, local_state_dict))
     _fill(plan, local_state_dict, lambda path: source[path].detach(), torch.device(device), cpu_offload=False)
     _add_missing(full_state_dict, local_state_dict)
 
@@ -231,6 +238,29 @@ def check_entry(path: KeyPath, coming: Any, place: Any, allow_cast: bool) -> Non
     check_no_sum(path, place)
     if not place.is_meta:
         check_data(path, place)
+
+
+def ties_in(plan: Plan, local_state_dict: dict[Any, Any]) -> list[list[int]]:
+    """List the pairs of tensors, by their numbers in the plan, for which this rank has one tensor at two places."""
+    places = dict(leaves_of(local_state_dict))
+    first: dict[Any, int] = {}
+    ties = []
+    for number, (path, coming) in enumerate(plan.items()):
+        if isinstance(coming, TensorInfo) and isinstance(place := places.get(path), Tensor):
+            has_memory = not place.is_meta and part_of(place).numel()
+            other = first.setdefault(identity_of(place) if has_memory else id(place), number)
+            ties += [[other, number]] if other != number else []
+    return ties
+
+
+def check_ties(plan: Plan, source: dict[KeyPath, Any], ties: Iterable[list[int]]) -> None:
+    """Raise an error if two tensors that a rank has at one place differ in the source."""
+    paths = [*plan]
+    for path, other in ((paths[number], paths[first]) for first, number in ties):
+        one, two = source[path], source[other]
+        if one.dtype != two.dtype or not torch.equal(bytes_of(one.cpu()), bytes_of(two.cpu())):
+            expected = f"the same values as for {show(other)}, as both are one tensor in a rank's state dict"
+            refuse(path, expected, "others in the full state dict", "Untie them before.")
 
 
 # --- Move --------------------------------------------------------------------------------------------------

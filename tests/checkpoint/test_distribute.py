@@ -412,7 +412,18 @@ def dtypes_are_cast_if_asked_for(fill: Callable[..., None]) -> None:
         fill({"a": whole}, {"a": torch.zeros(3, 7, dtype=torch.int64)}, allow_cast=True)
 
 
+def one_tensor_gets_two_entries_only_if_they_are_the_same(fill: Callable[..., None]) -> None:
+    for make in (lambda: torch.zeros(8), lambda: cut(torch.zeros(8), line(), Shard(0))):
+        weight = make()
+        with pytest.raises(UsageError, match="'b'.*same values as for .*'a'.*Untie"):
+            fill({"a": torch.ones(8), "b": numbered(8)}, {"a": weight, "b": weight.detach()})
+        assert_holds({"a": weight}, {"a": torch.zeros(8)})
+        fill({"a": numbered(8), "b": numbered(8)}, {"a": weight, "b": weight.detach()})
+        assert_holds({"a": weight}, {"a": numbered(8)})
+
+
 BOTH = [
+    one_tensor_gets_two_entries_only_if_they_are_the_same,
     every_rank_gets_its_part,
     a_bit_of_everything_arrives,
     tensors_on_the_meta_device_get_memory,
