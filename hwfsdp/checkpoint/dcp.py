@@ -56,11 +56,11 @@ from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.boxes import Box, box_from, check_data, check_kind, find_fault, packed, values_in
 from hwfsdp.checkpoint.boxes import whole
 from hwfsdp.checkpoint.error_messages import KeyPath, damaged, path_of, refuse, told, warn_left_out
-from hwfsdp.checkpoint.loading import LoadPlan, Source, check_can_change, load_from
+from hwfsdp.checkpoint.loading import LoadPlan, Source, load_from
 from hwfsdp.checkpoint.manifest import Chunk, Entry, Manifest, TensorEntry, ValueEntry, dtype_named
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.saving import brief, by_path, deal, describe_tensor, holders_of
-from hwfsdp.checkpoint.traverse import Leaf, containers_in, flat_key, leaves_of, state_dict_of
+from hwfsdp.checkpoint.traverse import Leaf, containers_in, flat_key, leaves_of, state_dict_of, place_of
 from hwfsdp.checkpoint.traverse import traverse_state_dict
 from hwfsdp.compat import dcp_place
 from hwfsdp.errors import CheckpointError
@@ -204,7 +204,7 @@ class _Saving:
                 check_kind(path, value)
                 described[-1] |= describe_tensor(value)
             else:
-                check_can_change(path, state_dict)
+                place_of(path, state_dict)  # raises, as a load would
                 _check_storable(path, value)
         return described
 

@@ -64,7 +64,7 @@ from hwfsdp.checkpoint.manifest import PICKLES, Chunk, Manifest, TensorEntry, Va
 from hwfsdp.checkpoint.manifest import checksum, header_of, name_of
 from hwfsdp.checkpoint.meta import NewMemory, check_all_filled
 from hwfsdp.checkpoint.staging import overlaps_itself, view_of
-from hwfsdp.checkpoint.traverse import child_of, find_per_rank, is_within, items_of, leaves_of, put
+from hwfsdp.checkpoint.traverse import are_alike, find_per_rank, is_within, items_of, leaves_of, place_of, put
 from hwfsdp.errors import CheckpointError
 
 S = TypeVar("S", bound=Mapping[Any, Any] | nn.Module)
@@ -309,6 +309,7 @@ def match(plan: LoadPlan, allow_cast: bool) -> None:
     Raises:
         UsageError, UnsupportedError: a leaf and its entry do not fit; see `load`.
     """
+    places: dict[Any, KeyPath] = {}
     for path, target in plan.leaves.items():
         entry = plan.source.manifest.entries.get(path)
         if isinstance(entry, TensorEntry):
@@ -318,8 +319,11 @@ def match(plan: LoadPlan, allow_cast: bool) -> None:
         elif isinstance(entry, ValueEntry):
             if isinstance(target, Tensor):
                 refuse(path, f"a tensor, as in the state dict, of shape {tuple(target.shape)}", str(entry))
-            check_can_change(path, plan.state_dict)
+            other = places.setdefault(place_of(path, plan.state_dict), path)
             plan.values[path] = plan.source.value(entry)
+            if not are_alike(plan.values[path], plan.values[other]):
+                expected = f"the same value as for {show(other)}, as both are one place in the state dict"
+                refuse(path, expected, "another in the checkpoint", "Make a copy of the container first.")
     _check_ties(plan)
 
 
@@ -362,18 +366,6 @@ def _of_ranks(
                 remedy = "Leave it out with strict=False, or load a dict {rank: value} and choose."
                 refuse(path, expected, got, remedy)
     return others, apart
-
-
-def check_can_change(path: KeyPath, state_dict: Any) -> None:
-    """Raise an error if no container can take a new value at `path`. A tuple is made again, and the container above takes the new one."""
-    above, holder, at = state_dict, state_dict, ()
-    for n, key in enumerate(path):
-        if not isinstance(above, tuple):
-            holder, at = above, path[:n]
-        above = child_of(above, key)
-    if isinstance(holder, Mapping) and not hasattr(holder, "__setitem__"):
-        got = f"the read-only {type(holder).__name__}"
-        refuse(at, "a mapping that items can be assigned to", got, "Make it a dict.")
 
 
 def _check_tensor(path: KeyPath, target: Any, entry: TensorEntry, allow_cast: bool) -> None:

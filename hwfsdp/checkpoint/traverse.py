@@ -268,6 +268,33 @@ def put(tree: Any, path: KeyPath, value: Any) -> Any:
     return tree
 
 
+def place_of(path: KeyPath, tree: Any) -> tuple[int, KeyPath]:
+    """Return the id of the container that takes a new value for `path`, and the keys inside it. Two paths may lead to one place.
+
+    A tuple is made again, so the container above it takes the new tuple.
+
+    Raises:
+        UsageError: the container is read-only.
+    """
+    above, holder, n_above = tree, tree, 0
+    for n, key in enumerate(path):
+        if not isinstance(above, tuple):
+            holder, n_above = above, n
+        above = child_of(above, key)
+    if isinstance(holder, Mapping) and not hasattr(holder, "__setitem__"):
+        got = f"the read-only {type(holder).__name__}"
+        refuse(path[:n_above], "a mapping that items can be assigned to", got, "Make it a dict.")
+    return id(holder), path[n_above:]
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """True if two values are the same object, or have the same text. Two objects with tensors are not alike."""
+    if one is other:
+        return True
+    has_tensors = any(isinstance(leaf.value, Tensor) for leaf in leaves_of([one, other]))
+    return type(one) is type(other) and repr(one) == repr(other) and not has_tensors
+
+
 _LIKE_THE_FIRST = "Make the second state dict from the first one's structure."
 
 

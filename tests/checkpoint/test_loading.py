@@ -159,6 +159,23 @@ def test_one_tensor_gets_two_entries_only_if_they_are_the_same(format_: Format, 
     assert torch.equal(tied, torch.ones(4))
 
 
+@pytest.mark.parametrize("name", ["store", "dcp"])  # a PART checkpoint has no dicts inside a state dict
+def test_one_dict_gets_the_values_of_two_only_if_they_are_the_same(name: str, tmp_path: Path) -> None:
+    format_ = FORMATS[name]
+    shared: dict[str, Any] = {"x": 0, "pair": (0, 0)}
+    target = {"a": shared, "b": [shared]}
+    for n, (one, other) in enumerate([((1, 2), (1, 3)), ((1, 2), (True, 2)), ((1.0, -0.0), (1.0, 0.0))]):
+        state = {"a": {"x": 5, "pair": one}, "b": [{"x": 5, "pair": other}]}
+        format_.save(state, tmp_path / str(n))
+        with pytest.raises(UsageError, match=r"'b'\]\[0\]\['pair'.*same value as for .*'a'\]\['pair'.*copy"):
+            format_.load(target, tmp_path / str(n))
+        assert shared == {"x": 0, "pair": (0, 0)}
+    same = {"x": float("nan"), "pair": (1, 2)}
+    format_.save({"a": same, "b": [same]}, tmp_path / "same")
+    format_.load(target, tmp_path / "same")
+    assert shared["pair"] == (1, 2) and shared["x"] != shared["x"]
+
+
 @formats
 def test_a_tensor_and_its_conjugate_share_memory_and_load(format_: Format, tmp_path: Path) -> None:
     values = torch.tensor([1 + 2j, 3 - 4j])
