@@ -59,7 +59,7 @@ import torch
 from torch import Tensor
 
 from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.error_messages import KeyPath, damaged, refusal, refuse, told, with_size
+from hwfsdp.checkpoint.error_messages import KeyPath, check_format, damaged, refusal, refuse, told, with_size
 from hwfsdp.checkpoint.manifest import BLOCK_BYTES, FORMAT, LARGEST, SAVE_ID, VERSION, Manifest, from_bytes
 from hwfsdp.checkpoint.manifest import checksum, name_of, parse_json
 from hwfsdp.checkpoint.traverse import items_of, map_leaves
@@ -242,8 +242,9 @@ def find_current(path: Path) -> Current:
             return Current(path, None)
         saves = find_saves(path)
         remedy = f"There are saves in it: load {path / saves[-1]}" if saves else "Check the path"
-        got = "one without the file CURRENT" if path.is_dir() else "a file" if path.exists() else "nothing"
-        refuse(path, "the directory of a checkpoint", got, f"{remedy}.")
+        expected = "the directory of a checkpoint"
+        check_format(path, expected, CURRENT, MANIFEST)
+        refuse(path, expected, "one without the file CURRENT", f"{remedy}.")
     data = read_small_file(file, _LARGEST_CURRENT)
     tree = parse_json(data, file)
     try:

@@ -55,7 +55,8 @@ from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.boxes import Box, box_from, check_data, check_kind, find_fault, packed, values_in
 from hwfsdp.checkpoint.boxes import whole
-from hwfsdp.checkpoint.error_messages import KeyPath, damaged, path_of, refuse, told, warn_left_out
+from hwfsdp.checkpoint.error_messages import KeyPath, check_format, damaged, path_of, refuse, told
+from hwfsdp.checkpoint.error_messages import warn_left_out
 from hwfsdp.checkpoint.loading import LoadPlan, Source, load_from
 from hwfsdp.checkpoint.manifest import Chunk, Entry, Manifest, TensorEntry, ValueEntry, dtype_named
 from hwfsdp.checkpoint.meta import NewMemory
@@ -128,11 +129,11 @@ def load(
         device, model: for tensors on the meta device; see `loading.load`.
 
     Raises:
-        UsageError: a key is on only one side (with `strict`), or no key is on both; a shape or dtype differs; one side has a tensor and
+        UsageError: there is no checkpoint of this format; a key is on only one side (with `strict`), or no key is on both; a shape or dtype differs; one side has a tensor and
             the other a value; a tensor cannot be written to; or a tensor on the meta device is not in the checkpoint, with or
             without `strict`.
         UnsupportedError, StateError: a `Partial` placement (UnsupportedError), or an error of `meta.init_state_dict`.
-        CheckpointError: the checkpoint is missing, is damaged, or asks for code to be run (Note [Metadata without trust]).
+        CheckpointError: the checkpoint is incomplete or damaged, or asks for code to be run (Note [Metadata without trust]).
         All ranks raise the same error. Then nothing was changed.
     """
     agreement = Agreement(process_group, "DCP checkpoint")
@@ -415,10 +416,12 @@ def read_metadata(directory: Path, opened: ExitStack) -> Blobs:
         directory: as DCP's `FileSystemWriter` leaves it. opened: closes the files of blobs, which are opened when they are read.
 
     Raises:
+        UsageError: there is no directory, or one of another format.
         CheckpointError: there is no metadata; it asks for other classes than DCP's own, none of which was run; it is damaged;
             chunks overlap, leave gaps or exceed their tensor; or a blob is outside the directory.
     """
     path = directory / METADATA
+    check_format(directory, "the directory of a DCP checkpoint", METADATA)
     data = _contents_of(path)
     expected = _contents_of(directory / DIGEST).strip() if (directory / DIGEST).exists() else None
     digest = hashlib.sha256(data).hexdigest()

@@ -81,6 +81,24 @@ def path_of(path: Any, what: str) -> Path:
     return Path(path)
 
 
+# By file, the function that loads a checkpoint with such a file.
+_LOADERS = dict.fromkeys(("CURRENT", "manifest.json"), "hwfsdp.checkpoint.load")
+_LOADERS |= {".metadata": "hwfsdp.checkpoint.dcp.load", "PART_000.pt": "hwfsdp.checkpoint.parts.load"}
+
+
+def check_format(path: Path, expected: str, *files: str) -> None:
+    """Raise `UsageError` if no directory is at the path, or a checkpoint of another format.
+
+    Args:
+        files: which of the files that tell formats apart belong to the expected format.
+    """
+    if not path.is_dir():
+        refuse(path, expected, "a file" if path.exists() else "nothing", "Check the path.")
+    there = [name for name in _LOADERS if os.path.lexists(path / name)]
+    if there and not {*files}.intersection(there):
+        refuse(path, expected, f"one with the file {there[0]}", f"Load it with {_LOADERS[there[0]]}.")
+
+
 # --- Disks -------------------------------------------------------------------------------------------------
 
 _REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space there, or choose a path on another disk.")

@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.boxes import Box, boxes_between, packed, whole
-from hwfsdp.checkpoint.error_messages import KeyPath, damaged, refuse, show, told
+from hwfsdp.checkpoint.error_messages import KeyPath, check_format, damaged, refuse, show, told
 from hwfsdp.checkpoint.loading import Source
 from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry
 from hwfsdp.checkpoint.saving import deal
@@ -126,11 +126,12 @@ def read(directory: Path, nthreads: int, options: Mapping[str, Any]) -> Parts:
     if options.get("weights_only", True) is not True or options.get("pickle_module") is not None:
         remedy = "Leave them out; anything else would run code that is in the file."
         refuse("load", "torch.load's weights_only=True, and no pickle_module", f"{dict(options)}", remedy)
-    if not directory.is_dir():
-        target = Path(os.path.realpath(directory))
-        before = [name for name in commit.left_beside(target) if name.endswith(".previous")]
-        remedy = f"Rename {target.parent / before[0]}, which it was before." if before else "Check the path."
-        raise damaged(directory, "a directory of PART files", "none", remedy=remedy)
+    target, expected = Path(os.path.realpath(directory)), "a directory of PART files"
+    before = [name for name in commit.left_beside(target) if name.endswith(".previous")]
+    if before and not directory.is_dir():
+        remedy = f"Rename {target.parent / before[0]}, which it was before."
+        raise damaged(directory, expected, "none", remedy=remedy)
+    check_format(directory, expected, part_name(0))
     numbers = {name: int(match[1]) for name in os.listdir(directory) if (match := PART.fullmatch(name))}
     ranks = sorted(rank for name, rank in numbers.items() if name == part_name(rank))
     _check_present(directory, ranks, 1, "at least one part")

@@ -117,7 +117,7 @@ def load(fname: str | os.PathLike[str], nthreads: int = 8, **kwargs: Any) -> dic
         other entries of the checkpoint, and the format's own "__nshards__" and "__version__".
 
     Raises:
-        UsageError: an argument is wrong, for example weights_only=False.
+        UsageError: there is no checkpoint of this format, or an argument is wrong, for example weights_only=False.
         CheckpointError: a part is missing, stale, damaged, or of another save or version; a part holds a value that cannot be
             loaded safely; an entry is in two parts, or incomplete.
     """
@@ -157,7 +157,7 @@ def load_into(
         The other entries of the checkpoint.
 
     Raises:
-        UsageError: on all ranks, if on any of them keys, shapes or dtypes differ, or an argument is wrong. Nothing was loaded.
+        UsageError: on all ranks, if there is no checkpoint of this format, or if on any of them keys, shapes or dtypes differ, or an argument is wrong. Nothing was loaded.
         UnsupportedError: on all ranks, if any of them has a `Partial` placement. Nothing was loaded.
         CheckpointError: on all ranks, for the reasons that `load` has, or if ranks read different saves.
     """

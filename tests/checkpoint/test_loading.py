@@ -203,6 +203,19 @@ def test_the_documented_example_of_a_format_loads_all_keys_or_says_which_differ(
     assert_same(target, {"w": numbered(3)})
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_path_without_a_checkpoint_of_the_format_is_a_usage_error(name: str, tmp_path: Path) -> None:
+    loads = {"store": "checkpoint.load", "dcp": "dcp.load", "part": "parts.load"}
+    (tmp_path / "file").write_bytes(b"")
+    for path, got in (("nowhere", "nothing. Check the path"), ("file", "a file. Check the path")):
+        with pytest.raises(UsageError, match=f"expected .*directory of .*; got {got}"):
+            FORMATS[name].load({"x": torch.zeros(1)}, tmp_path / path)
+    for other in FORMATS.keys() - {name}:
+        FORMATS[other].save({"x": torch.ones(1)}, tmp_path / other)
+        with pytest.raises(UsageError, match=rf"got one with the file .*\. Load it with .*{loads[other]}\."):
+            FORMATS[name].load({"x": torch.zeros(1)}, tmp_path / other)
+
+
 class Counted(str):
     """A key that counts how often its hash is asked for."""
 
