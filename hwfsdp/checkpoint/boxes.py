@@ -90,21 +90,44 @@ def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Return two boxes of one tensor that have an element in common; None if there are none.
 
-    It compares boxes along the dim in which most of them begin at different places. So the boxes of a sharded tensor, however
-    many, are compared only with their neighbors.
+    It divides the boxes into groups that have no index of some dim in common, and divides these groups in the same way. Only boxes
+    that cannot be divided are compared with their neighbors. Of a sharded tensor, however many boxes it has, this leaves single boxes.
     """
+    groups = [list(boxes)]
+    while groups:
+        together = groups.pop()
+        divided = (_groups_along(dim, together) for dim in range(len(together[0].shape) if together else 0))
+        apart = next((found for found in divided if len(found) > 1), None)
+        if apart is None:
+            pair = next((pair for pair in _neighbors(together) if intersection(*pair)), None)
+            if pair is not None:
+                return pair
+        groups += apart or []
+    return None
+
+
+def _neighbors(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
+    """Yield the pairs of boxes that have an index in common, of the dim in which most of the boxes begin at different places."""
     dims = range(len(boxes[0].shape) if boxes else 0)
     dim = max(dims, key=lambda d: len({box.offset[d] for box in boxes}), default=None)
-    if dim is None:
-        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
-    ordered = sorted(boxes, key=lambda box: box.offset[dim])
+    ordered = boxes if dim is None else sorted(boxes, key=lambda box: box.offset[dim])
     for i, box in enumerate(ordered):
         for other in ordered[i + 1 :]:
-            if other.offset[dim] >= box.offset[dim] + box.shape[dim]:
+            if dim is not None and other.offset[dim] >= box.offset[dim] + box.shape[dim]:
                 break
-            if intersection(box, other):
-                return box, other
-    return None
+            yield box, other
+
+
+def _groups_along(dim: int, boxes: Sequence[Box]) -> list[list[Box]]:
+    """Divide boxes into as many groups as possible, so that no two groups have an index of the dim in common."""
+    groups: list[list[Box]] = []
+    end = 0
+    for box in sorted(boxes, key=lambda box: box.offset[dim]):
+        if not groups or box.offset[dim] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box.offset[dim] + box.shape[dim])
+    return groups
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from math import prod
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hwfsdp.checkpoint import boxes
 from hwfsdp.checkpoint.boxes import (
     Box,
     boxes_between,
     find_fault,
+    find_overlap,
     intersection,
     halves_of,
     span_of,
@@ -105,6 +109,14 @@ OUTSIDE = [Box((0,), (4,)), Box((-1, 0), (4, 3)), Box((1, 0), (4, 3)), Box((0, 4
 @pytest.mark.parametrize("box", OUTSIDE)
 def test_a_box_that_is_not_inside_is_a_fault(box):
     assert find_fault((4, 3), [box])
+
+
+@pytest.mark.parametrize("shape", [(64,), (16, 16), (6, 6, 6)], ids=str)
+def test_the_boxes_of_a_mesh_of_any_shape_are_not_compared_in_pairs(shape):
+    grid = [Box(at, (1,) * len(shape)) for at in itertools.product(*map(range, shape))]
+    with mock.patch.object(boxes, "intersection", side_effect=intersection) as compared:
+        assert find_overlap(grid) is None and compared.call_count < len(grid)
+        assert find_overlap([*grid, Box((3,) * len(shape), (2,) * len(shape))]) is not None
 
 
 def test_no_boxes_tile_a_tensor_without_elements():
