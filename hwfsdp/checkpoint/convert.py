@@ -113,7 +113,8 @@ def convert(
     if os.path.lexists(target) and (not overwrite or os.path.samefile(source, target)):
         remedy = "Choose another path, or replace it with overwrite=True (--overwrite)."
         refuse(target, "no file or directory", "one", remedy)
-    if os.path.lexists(target) and (there := format_of(target)) != to:
+    is_new = not os.path.lexists(target) or target.is_dir() and not os.listdir(target)
+    if not is_new and (there := format_of(target)) != to:
         remedy = "Choose another path; overwrite=True replaces a checkpoint of the same format."
         refuse(target, f"a checkpoint of the format {to!r}", f"one of {there!r}", remedy)
     try:

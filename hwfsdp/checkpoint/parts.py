@@ -33,7 +33,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -148,10 +147,10 @@ def load_into(
         model: a module or a state dict to fill, or a list or tuple of them, as many as were saved. None: models stay as they
             are.
         optimizer: an optimizer over the same parameters, or a list or tuple of them, as many as were saved. None: as for
-            `model`. If the optimizer does not have a saved state yet, the state is sharded like its parameter, and has the same shape.
+            `model`. If the optimizer does not have a saved state yet, the state is sharded like its parameter, if it has the same shape.
         device: where tensors on the meta device get memory; see `meta.init_state_dict`.
-        strict, allow_cast: as for `loading.load`. Of an optimizer, the keys of groups are compared, and the keys of states that it
-            has already. With strict=False, it keeps its own values of keys that were not saved.
+        strict, allow_cast: as for `loading.load`. Of an optimizer, the keys of states are compared that it has already, and the keys
+            of groups if both sides have others. With strict=False, it keeps its own values of keys that were not saved.
 
     Returns:
         The other entries of the checkpoint.
@@ -357,7 +356,7 @@ def _places_in_optimizers(
         at = "optimizer", i
         params = _params_of(optimizer, at, rest["param_groups"])
         groups = [
-            _in_common(plan, (*at, "param_groups", n), mine, theirs)
+            _group(plan, (*at, "param_groups", n), mine, theirs)
             for n, (mine, theirs) in enumerate(zip(optimizer.param_groups, rest["param_groups"]))
         ]
         saved: dict[Any, dict[Any, Any]] = {index: {} for index in params}
@@ -398,6 +397,17 @@ def _params_of(optimizer: Any, at: KeyPath, saved: list[dict[str, Any]]) -> dict
 _NAMES = {"params", "param_names"}  # keys of groups that say which parameters they have
 
 
+def _group(plan: LoadPlan, at: KeyPath, mine: Mapping[Any, Any], theirs: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a saved group, with the optimizer's own values of keys that were not saved.
+
+    Keys on one side only are fine: a scheduler adds some, and so do later versions of torch. Keys on both sides that the other
+    does not have are of another kind of optimizer.
+    """
+    if mine.keys() - theirs.keys() - _NAMES and theirs.keys() - mine.keys() - _NAMES:
+        return _in_common(plan, at, mine, theirs)
+    return {key: value for key, value in mine.items() if key not in _NAMES} | theirs
+
+
 def _in_common(
     plan: LoadPlan, at: KeyPath, mine: Mapping[Any, Any], theirs: dict[Any, Any]
 ) -> dict[Any, Any]:
@@ -408,6 +418,11 @@ def _in_common(
     plan.unexpected = [*plan.unexpected, *(show((*at, key)) for key in unexpected)]
     kept = {key: value for key, value in theirs.items() if key not in unexpected}
     return kept | {key: mine[key] for key in missing}
+
+
+def _may_be_of(param: Tensor, shape: tuple[int, ...]) -> bool:
+    """True if a state of this shape may belong to the parameter: of another number of dims, or reduced along some of them."""
+    return len(shape) != param.ndim or all(n in (1, size) for n, size in zip(shape, param.shape))
 
 
 def _room_for(entry: TensorEntry, param: Any, states: Mapping[Any, Any]) -> Tensor:
@@ -422,7 +437,7 @@ def _room_for(entry: TensorEntry, param: Any, states: Mapping[Any, Any]) -> Tens
         dtype, shape = place.dtype, tuple(place.shape)
     elif isinstance(param, Tensor) and tuple(param.shape) == entry.shape:
         place = param
-    elif isinstance(param, Tensor) and prod(entry.shape) != 1:
+    elif isinstance(param, Tensor) and not _may_be_of(param, entry.shape):
         expected = f"shape {tuple(param.shape)}, as the parameter has, or a state to compare with"
         remedy = "For states of other shapes, call hwfsdp.checkpoint.meta.init_optimizer_state first."
         refuse(entry.path, expected, f"shape {entry.shape} in the checkpoint", remedy)
