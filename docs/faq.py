@@ -1255,11 +1255,8 @@ def _said_of_overlaps() -> list[str]:
 
 
 def _said_of_scalings() -> list[str]:
-    ends = [
-        max(e.end_us for e in run.log.events) - min(e.start_us for e in run.log.events)
-        for run in scalings().values()
-    ]
-    return [f"{BATCH:,} tokens", *map(style.format_ms, ends)]
+    steps = [run.log.summary()["step_us"] for run in scalings().values()]
+    return [f"{BATCH:,} tokens", *map(style.format_ms, steps)]
 
 
 # picture → texts in its section; "saves" is left out, because a save that hangs takes too long
