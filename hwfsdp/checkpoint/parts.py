@@ -400,8 +400,8 @@ _NAMES = {"params", "param_names"}  # keys of groups that say which parameters t
 def _group(plan: LoadPlan, at: KeyPath, mine: Mapping[Any, Any], theirs: dict[Any, Any]) -> dict[Any, Any]:
     """Return a saved group, with the optimizer's own values of keys that were not saved.
 
-    Keys on one side only are fine: a scheduler adds some, and so do later versions of torch. Keys on both sides that the other
-    does not have are of another kind of optimizer.
+    Keys that only one side has are fine: a scheduler adds some, and so do later versions of torch. If each side has keys that the
+    other has not, the group is of another kind of optimizer.
     """
     if mine.keys() - theirs.keys() - _NAMES and theirs.keys() - mine.keys() - _NAMES:
         return _in_common(plan, at, mine, theirs)
