@@ -1,4 +1,4 @@
-"""Private parts of torch. `core.private_torch` has those of the core, and `features.private_autograd` those of autograd.
+"""Private parts of torch. Two other modules have some: `core.private_torch` for the core, `features.private_autograd` for autograd.
 
 Supported: torch 2.11 to 2.15. Everything else in this package uses documented parts.
 """

@@ -118,10 +118,8 @@ def load(
     with NewMemory(state_dict, device, model) as target:
         while True:
             found = _find(agreement, path)
-            plan_of, what = (
-                partial(_plan_of, target, found, agreement, strict),
-                f"load from {Path(path).absolute()}",
-            )
+            plan_of = partial(_plan_of, target, found, agreement, strict)
+            what = f"load from {Path(path).absolute()}"
             try:
                 left_out = load_from(agreement, plan_of, what, strict, allow_cast)
                 break
@@ -189,8 +187,8 @@ def load_from(
     Args:
         plan_of: makes the plan of this rank. Files that it opens are closed by the context that it gets.
         what: the subject of errors about keys. strict, allow_cast: see `load`.
-        together: True: each rank has some of the keys, and all ranks together must have those of the checkpoint. False: each rank
-            must have all of them.
+        together: if True, each rank has some of the keys, and all ranks together must have all keys of the checkpoint. If False,
+            each rank must have all of them.
 
     Returns:
         Which keys were left out, in words: for a warning of this rank. "" if there are none, or if rank 0 warns of the same keys.

@@ -122,9 +122,8 @@ def async_save(
     Raises:
         The error of the previous asynchronous save, if no call of `wait` has raised it. UsageError: this process is not in the group.
     """
-    agreement = Agreement(
-        process_group, "save"
-    )  # first: it counts the calls, also those that fail on one rank
+    # This comes first, because it counts the calls on each rank. A call that fails on one rank must count, too.
+    agreement = Agreement(process_group, "save")
     queue.end_before(agreement)
     return queue.start(agreement, *_given(state_dict, path, overwrite, keep))
 
@@ -485,9 +484,8 @@ class SaveHandle:
         self._heard = False  # whether `wait` was called
         # The interpreter waits for this thread at exit. When it ends, it refers to the copy no more.
         thread = ThreadPoolExecutor(1, f"save into {target.path}")
-        held = [
-            state_dict
-        ]  # the thread takes it out, because an executor keeps arguments until after the save
+        # The thread takes the state dict out of this list, because an executor keeps arguments until after the save.
+        held = [state_dict]
         self._saved = thread.submit(lambda: save_agreed(agreement, held.pop(), target))
         thread.shutdown(wait=False)
 
@@ -541,7 +539,7 @@ class SaveQueue:
     def end_before(self, agreement: Agreement) -> None:
         """Wait for the previous save. If it failed, and a rank has not raised its error yet, raise the error on all ranks.
 
-        The previous save may have been that of a smaller group. So the ranks always ask each other, also if this rank knows no failure.
+        The previous save may have been one of fewer ranks. So the ranks always ask each other, even if this rank knows of no failure.
         """
         if self.last is not None:
             self.last.failed()  # waits outside the step, whose time is limited

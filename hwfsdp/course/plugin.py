@@ -43,7 +43,8 @@ class Session:
 
     Attributes:
         outcomes: by node id without parameters. courses: by path of a student's file.
-        fatal: by path and exercise, the test that ended the runs of a file; the exercise is "" if it ended all of them. titles: title and file of each exercise, by number.
+        fatal: by path and exercise, the test that ended the runs of a file; the exercise is "" if it ended all of them.
+        titles: title and file of each exercise, by number.
         unread: why files that were handed in are not there.
         waiting: says on a terminal how far the runs are.
     """

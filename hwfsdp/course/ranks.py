@@ -244,7 +244,7 @@ class Course:
     def _without(
         self, left: Mapping[str, Question], ended: str, by: Answer, is_last: bool
     ) -> dict[str, Answer]:
-        """Return answers to the questions that are left out after the question `ended`: those of its exercise, or all of them."""
+        """Answer the questions that are not asked after `ended`: those of the same exercise, or with `is_last`, all that are left."""
         answer = Answer([], [], by.failure, ends_file=is_last)
         own = self._askers[ended][:1]
         return {key: answer for key in left if is_last or self._askers[key] == own}

@@ -60,9 +60,7 @@ def read(path: Path, may: Iterable[str] = ()) -> tuple[str, Finding | None]:
     if status.st_size > LARGEST:
         return "", Finding("not-read", f"{path.name} has more than {LARGEST:,} bytes.")
     try:
-        text = path.read_text(
-            encoding="utf-8-sig"
-        )  # editors on Windows begin a file with a mark of its encoding
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
         # under a file's own name, an error would quote the file of this name in the current folder: the starter
         compile(text, f"<{path.name}>", "exec", dont_inherit=True)
         use = refused(text, may)

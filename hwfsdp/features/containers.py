@@ -28,7 +28,8 @@ class Lent:
     """The containers of one forward's arguments.
 
     Attributes:
-        containers: the containers, by id. visited: the ids of those that the newest `map_inputs` has visited; None before the first.
+        containers: the containers, by id. visited: the ids of the containers that the newest call of `map_inputs` has visited; None
+            before the first call.
         is_inner: True if the module has called itself. is_entered: True once the forward was prepared without an error.
         before: for tensors, and for tuples in which one was replaced: (what the module got, what the caller passed), by the id of
             what the module got.

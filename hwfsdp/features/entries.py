@@ -39,7 +39,8 @@ from hwfsdp.features.lookup import Living, calls_in_progress, parameter_of
 
 # keys in the metadata of nodes: of one that made an output of the outermost module, whether the walk goes on; what it calls
 OUTPUT, ENTRY = "hwfsdp: the walk goes on", "hwfsdp: calls pre-backward"
-PENDING, _RETAINED = 64, 4  # forwards whose nodes are known, and those of them after their iteration
+PENDING = 64  # the most forwards of a module whose nodes are known
+_RETAINED = 4  # the most of them after their iteration has ended
 PLAIN = (Tensor, PackedSequence, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 # The result of these operations has the memory of their input. Others compute new memory, which stays.
 VIEW = re.compile(
