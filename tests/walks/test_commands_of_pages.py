@@ -65,13 +65,13 @@ dist.destroy_process_group()
 GROUPS: dict[str, list[Row]] = {
     "course": [
         Row("hwfsdp list", "Rows  "),
-        Row("hwfsdp check 1", "exercises/my_fsdp.py", 1),
+        Row("hwfsdp check 1", "Not started, 0 of 5 points", 1),
         Row("hwfsdp hint 1", "Hint 1 of 3"),
         Row("hwfsdp status", "0 of 100 points"),
         Row("hwfsdp train --implementation exercises/my_fsdp.py", "TODO(03): fully_shard", 1),
     ],
     "homework": [
-        Row("hwfsdp check homework", "exercises/homework/hw_fsdp.py", 1),
+        Row("hwfsdp check homework", "Not started, 0 of", 1),
         Row(
             "hwfsdp demo --implementation exercises/homework/hw_fsdp.py",
             "TODO(h1): set sharded_size",
