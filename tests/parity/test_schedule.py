@@ -183,6 +183,17 @@ def listed_modules_are_gathered_ahead_in_backward() -> list[str]:
     return steps(2, prepare=list_them)
 
 
+@two.finds([sorted_words(ONE_STEP_AND_ROOT)] * 2)
+def lists_gather_nothing_in_a_recomputation() -> list[list[str]]:
+    def list_them(training: Training) -> None:
+        first, second, third = training.model.blocks
+        first.set_modules_to_forward_prefetch([second])
+        second.set_modules_to_forward_prefetch([third])
+
+    logs = (logs_of(1, functools.partial(models.checkpointed, each), list_them)[0] for each in (True, False))
+    return [sorted_words(traffic(log).replace("Checkpointed", "root")) for log in logs]
+
+
 def list_wrongly(training: Training) -> None:
     """Set bad lists: a module that is not next, and the module itself."""
     first, second, third = training.model.blocks
