@@ -1,7 +1,12 @@
 # The commands of this project; `make help` lists them.
 PYTHON     ?= python3
 TORCH_SPEC ?= torch==2.13.0
-TORCH_ARGS ?=
+# On Linux without a GPU's driver, torch's build for the CPU: the other one brings gigabytes of CUDA libraries. If its index cannot be
+# reached, setup takes the build that pip finds.
+ifeq ($(shell uname -s)$(wildcard /dev/nvidia0 /dev/dxg /dev/kfd),Linux)
+TORCH_ARGS ?= --retries 1 --index-url https://download.pytorch.org/whl/cpu
+OR_ELSE    := $(if $(filter file,$(origin TORCH_ARGS)),yes)
+endif
 TEST_JOBS  ?= 2
 VENV       := .venv
 EXTRAS     := dev
@@ -33,7 +38,7 @@ $(STAMP): setup.cfg pyproject.toml $(if $(findstring [$(CHOICE)],[$(shell cat $(
 	        { echo "hwfsdp needs the modules venv and ensurepip; $(PYTHON) has not both. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
 	    "$(PYTHON)" -m venv --clear $(VENV); }
 	@echo "Installing $(TORCH_SPEC), the package and its tools; this takes minutes."
-	$(BIN)/python -m pip install --quiet $(TORCH_ARGS) "$(TORCH_SPEC)"
+	$(BIN)/python -m pip install --quiet $(TORCH_ARGS) "$(TORCH_SPEC)"$(if $(OR_ELSE), || $(BIN)/python -m pip install --quiet "$(TORCH_SPEC)")
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
 	@$(BIN)/python -c 'from hwfsdp.cli.doctor import installed; print(installed())'
 	@printf '%s' "$(CHOICE)" > $(STAMP)

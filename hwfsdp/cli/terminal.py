@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from hwfsdp.errors import did_you_mean
@@ -40,6 +42,14 @@ class VerbParser(argparse.ArgumentParser):
         end = "" if "Did you mean" in message else f". See: {self.prog} --help"
         complain(f"{self.prog}: {message}{end}")
         self.exit(2)
+
+
+def own_command() -> str:
+    """Return what the user can type to run this program: "hwfsdp", or its path if the environment of this Python is not activated."""
+    beside, found = Path(sys.executable).with_name("hwfsdp"), shutil.which("hwfsdp")
+    if not beside.exists() or (found and Path(found).samefile(beside)):
+        return "hwfsdp"
+    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
 # --- Values of options -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from hwfsdp.cli.terminal import answer
+from hwfsdp.cli.terminal import answer, own_command
 from hwfsdp.errors import UsageError
 from hwfsdp.observe import log_report
 from hwfsdp.observe.analysis import Findings, compare, examine
@@ -38,7 +38,7 @@ def run(args: Namespace) -> int:
     found = examine(log)
     status = _tell(args, found, str(args.out) if args.as_json else args.target)
     if not args.as_json:
-        print(f"\nWritten to {args.out}. Play it: hwfsdp trace export {args.out} --to html")
+        print(f"\nWritten to {args.out}. Play it: {own_command()} trace export {args.out} --to html")
     return status
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hwfsdp.cli.terminal import answer
+from hwfsdp.cli.terminal import answer, own_command
 from hwfsdp.launcher.launch import stoppable
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.step_times import WAITS_AT_ONCE
@@ -128,7 +128,7 @@ def _report_of_demo(summary: dict[str, Any], out: Path) -> str:
     if ours != "hwfsdp":
         lines = [*_side_by_side(summary), "", *lines]
     files = "summary.json, loss.png, timeline.png, memory.png, trace.json"
-    player = f"hwfsdp trace export {out}/trace.json --to html"
+    player = f"{own_command()} trace export {out}/trace.json --to html"
     return "\n".join(
         ["", *lines, "", f"Written to {out}/:", f"  {files}", "Play its steps in a browser:", f"  {player}"]
     )

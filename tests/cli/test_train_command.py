@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from commands import assert_refused, said_by
 
 from hwfsdp import EventLog, UsageError
 from hwfsdp.cli import main
+from hwfsdp.cli.terminal import own_command
 from hwfsdp.train import loop
 from hwfsdp.train.loop import TrainConfig
 
@@ -100,3 +102,24 @@ def test_a_folder_for_saves_that_cannot_be_is_said_before_the_first_step(
     (tmp_path / "file").touch()
     assert main(["train", "--save-every", "1", "--checkpoint", str(tmp_path / "file" / "run")]) == 2
     assert capsys.readouterr().err == f"hwfsdp: cannot write '{tmp_path / 'file' / 'run'}': Not a directory\n"
+
+
+@pytest.mark.parametrize(
+    ("here", "path", "command"),
+    [
+        (".", "env/bin", "hwfsdp"),  # the environment is activated
+        (".", "", "env/bin/hwfsdp"),
+        (".", "other", "env/bin/hwfsdp"),
+        ("other", "", "{}/env/bin/hwfsdp"),
+    ],
+)
+def test_a_command_to_type_is_found_without_an_activated_environment(
+    here: str, path: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("env/bin", "other"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "hwfsdp").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path / here)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "env/bin/python"))
+    monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
+    assert own_command() == command.format(tmp_path)

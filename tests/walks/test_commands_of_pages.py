@@ -181,7 +181,6 @@ NOT_RUN = {  # and why
     "make demo": "make installs into .venv; its recipes are run by continuous integration",
     **dict.fromkeys(
         (
-            'make setup TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"',
             "python -m venv .venv",
             ".venv/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu",
             '.venv/bin/pip install -e ".[dev]"',
