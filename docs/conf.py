@@ -31,6 +31,7 @@ myst_html_meta = {
 }
 html_css_files, html_js_files = ["site.css"], ["site.js"]
 nb_execution_mode = "off"  # notebooks come with their outputs
+nb_merge_streams = True  # what a cell prints in several pieces is one block
 myst_heading_anchors = 3
 default_role = "code"
 highlight_language = "none"  # drawings of characters are not Python
