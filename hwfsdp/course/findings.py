@@ -36,6 +36,7 @@ MISCONCEPTIONS: dict[str, Misconception] = {
     name: Misconception(**entry)
     for name, entry in tomllib.loads(Path(__file__).with_name("misconceptions.toml").read_text()).items()
 }
+_RACES, _NUMBERS = 1, (2, 5)  # ranks of misconceptions
 OF_FILE = ("not-read", "not-python", "blocked", "not-alone")  # what is wrong with the file as a whole
 # a number that no training gives
 _UNWRITTEN = re.compile(r"\bnan\b|\b[+-]?\d(\.\d+)?e[+-](3\d|[4-9]\d|\d{3})\b")
@@ -166,11 +167,20 @@ def cause_of(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 
 def folded(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
-    """Return the failed tests, grouped by misconception; the likely cause comes first. The first test of a group shows its evidence."""
+    """Return the failed tests, grouped by misconception; the likely cause comes first. The first test of a group shows its evidence.
+
+    A race changes numbers. So if it is the cause, its group has the wrong numbers of earlier exercises, too.
+    """
     found: dict[str, list[Outcome]] = {}
+    of_race = None
     for each in sorted((each for each in outcomes if each.finding), key=_order):
         assert each.finding is not None
-        found.setdefault(each.finding.misconception, []).append(each)
+        kind, rank = each.finding.misconception, each.finding.known.rank
+        if not found and each.own and rank == _RACES:
+            of_race = kind
+        if of_race and not each.own and rank in _NUMBERS and each.finding.expected is not None:
+            kind = of_race
+        found.setdefault(kind, []).append(each)
     return list(found.values())
 
 

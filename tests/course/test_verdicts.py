@@ -8,9 +8,15 @@ from hwfsdp.course.findings import Finding, Outcome, cause_of, folded
 from hwfsdp.course.pages import Style, verdict
 
 
-def failed(test: str, misconception: str, sentence: str = "It was 1.", own: bool = True) -> Outcome:
+def failed(
+    test: str,
+    misconception: str,
+    sentence: str = "It was 1.",
+    own: bool = True,
+    expected: float | None = None,
+) -> Outcome:
     outcome = Outcome(test, "It holds.", 2, "The test's own question?", own)
-    outcome.add("failed", Finding(misconception, sentence))
+    outcome.add("failed", Finding(misconception, sentence, expected))
     return outcome
 
 
@@ -36,6 +42,25 @@ def test_findings_of_one_misconception_are_shown_once_with_one_question() -> Non
     ]
     page = verdict(outcomes, Style(io.StringIO()))
     assert page.count("not-freed: ") == 1 and "same cause: 03.memory" in page and page.count("→") == 1
+
+
+def test_wrong_numbers_of_earlier_exercises_follow_from_a_race_of_the_exercise() -> None:
+    numbers = [
+        failed("05.travels", "not-gathered", own=False, expected=8.5),
+        failed("08.step", "wrong-value"),
+    ]
+    others = [
+        failed("05.memory", "not-freed", own=False, expected=4),
+        failed("03.rows", "replicated", own=False),
+    ]
+    race = failed("08.races", "used-before-wait")
+    assert [[each.test for each in of] for of in folded([*numbers, *others, race])] == [
+        ["08.races", "05.travels"],
+        ["03.rows"],
+        ["05.memory"],
+        ["08.step"],
+    ]
+    assert len(folded([*numbers, *others, failed("08.races", "not-freed")])) == 4
 
 
 def test_a_value_that_nobody_has_written_is_a_missing_wait() -> None:
