@@ -71,7 +71,8 @@ def list_exercises(as_json: bool) -> int:
             path = each.target.name if each.has_number else each.target.as_posix()
             file = "" if each.is_station else f"   {path}"
             lines.append(f"  {each.number:<8}  {each.title:<{width}} {points:>10}{file}".rstrip())
-    lines += ["", f"{sum(e.points for e in course.exercises if e.has_number)} points in all, by number"]
+    most = sum(each.points for each in course.exercises if each.has_number)
+    lines += ["", f"{most} points for the exercises with numbers; what stands besides counts apart"]
     lines += [] if is_here else ["To work on them, write the course to a folder: hwfsdp course fsdp-course"]
     return answer(as_json, rows, lines[1:])
 

@@ -177,7 +177,7 @@ print(*sorted({"torch", "pytest", "numpy", "jinja2"} & set(sys.modules)))"""
 
 def test_the_list_counts_points_by_number(say: Say) -> None:
     found, text = say(commands.list_exercises, False)
-    assert found == 0 and "15 points in all, by number" in text
+    assert found == 0 and "15 points for the exercises with numbers" in text
     assert "checkpoints.py" in text and "homework/hw_fsdp.py" in text
     _, rows = say(commands.list_exercises, True)
     assert json.loads(rows)[2] == {
