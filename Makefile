@@ -3,7 +3,8 @@ PYTHON     ?= python3
 TORCH_SPEC ?= torch==2.13.0
 # On Linux without a GPU's driver, torch's build for the CPU: the other one brings gigabytes of CUDA libraries. If its index cannot be
 # reached, setup takes the build that pip finds.
-ifeq ($(shell uname -s)$(wildcard /dev/nvidia0 /dev/dxg /dev/kfd),Linux)
+GPUS := $(wildcard /dev/nvidia0 /dev/dxg /dev/kfd)
+ifeq ($(shell uname -s)$(GPUS),Linux)
 TORCH_ARGS ?= --retries 1 --index-url https://download.pytorch.org/whl/cpu
 OR_ELSE    := $(if $(filter file,$(origin TORCH_ARGS)),yes)
 endif

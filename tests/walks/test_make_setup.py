@@ -70,10 +70,29 @@ def test_a_second_setup_does_nothing_and_needs_no_network(checkout: Path) -> Non
     wanted = re.search(r"TORCH_SPEC \?= (\S+)", (checkout / "Makefile").read_text())
     assert wanted
     (checkout / ".venv" / ".installed").write_text(f"{wanted[1]} ")  # as the first leaves it
-    done = made(checkout, "setup")
+    done = made(checkout, "setup", "TORCH_ARGS=")
     assert done.returncode == 0 and "pip install" not in done.stdout
     other = made(checkout, "--dry-run", "setup", "TORCH_SPEC=torch==2.12.0")
     assert '"torch==2.12.0"' in other.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, pip finds a build without CUDA by itself")
+@pytest.mark.parametrize(
+    ("words", "installs"),
+    [
+        (["GPUS="], ["--retries 1 --index-url https://download.pytorch.org/whl/cpu torch", "torch"]),
+        (["GPUS=/dev/nvidia0"], ["torch"]),
+        (["GPUS=", "TORCH_ARGS=--pre"], ["--pre torch"]),
+    ],
+    ids=["no GPU", "a GPU", "chosen"],
+)
+def test_setup_takes_the_build_for_the_cpu_if_there_is_no_gpu(
+    words: list[str], installs: list[str], checkout: Path
+) -> None:
+    said = made(checkout, "--dry-run", "setup", "TORCH_SPEC=torch", *words).stdout
+    assert re.findall(r'pip install --quiet +([^"]*"torch")', said) == [
+        f'{each.removesuffix("torch")}"torch"' for each in installs
+    ]
 
 
 def test_setup_ends_with_the_build_of_torch_and_the_way_to_another() -> None:
