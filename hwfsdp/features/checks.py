@@ -114,6 +114,7 @@ def check_arguments(
     reshard_after_forward: Any,
     mp_policy: Any,
     offload_policy: Any,
+    ignored_params: set[Any],
     dp_mesh_dims: Any,
     comm_ctx: Any,
 ) -> None:
@@ -122,6 +123,7 @@ def check_arguments(
     has_dtypes = all(isinstance(getattr(mp_policy, name, ""), torch.dtype | None) for name in names)
     is_policy = offload_policy is None or type(offload_policy).__name__.endswith("OffloadPolicy")
     is_reshard = isinstance(reshard_after_forward, int | None)
+    strangers = [param for param in ignored_params if not isinstance(param, Tensor)]
     usable = (
         ("mesh to be a DeviceMesh", mesh, isinstance(mesh, DeviceMesh | None)),
         (
@@ -131,6 +133,7 @@ def check_arguments(
         ),
         ("mp_policy to be a MixedPrecisionPolicy of torch.dtypes", mp_policy, has_dtypes),
         ("offload_policy to be an OffloadPolicy", offload_policy, is_policy),
+        ("ignored_params to be a set of parameters", strangers, not strangers),
         (
             "dp_mesh_dims to be a DataParallelMeshDims",
             dp_mesh_dims,

@@ -154,8 +154,9 @@ def fully_shard(
     """
     # check: until `build`, nothing is changed
     modules = checked_modules(module)
-    check_arguments(mesh, reshard_after_forward, mp_policy, offload_policy, dp_mesh_dims, comm_ctx)
-    ignored = {*(ignored_params or ()), *replicated_params(modules)}
+    ignored = {*(ignored_params or ())}
+    check_arguments(mesh, reshard_after_forward, mp_policy, offload_policy, ignored, dp_mesh_dims, comm_ctx)
+    ignored |= replicated_params(modules)
     over = hybrid_mesh(mesh, dp_mesh_dims)
 
     # find the parameters, and choose how to cut each of them

@@ -96,7 +96,13 @@ def shard(build: Callable[[], nn.Module] = models.stem, **options: Any) -> tuple
     return model, lambda: fully_shard(model, **options)
 
 
-NONSENSE = {"mesh": "cpu", "mp_policy": None, "reshard_after_forward": "no", "comm_ctx": 3}
+NONSENSE = {
+    "mesh": "cpu",
+    "mp_policy": None,
+    "reshard_after_forward": "no",
+    "ignored_params": {"head.weight"},
+    "comm_ctx": 3,
+}
 for _argument, _value in NONSENSE.items():
     MISTAKES[f"nonsense as {_argument}"] = (
         functools.partial(shard, **{_argument: _value}),
