@@ -1,12 +1,13 @@
-"""The ranges of FSDP2 in torch's profiler.
+"""The ranges of FSDP2 in torch's profiler, and its debug messages, which `TORCH_LOGS=+fsdp` shows.
 
-The instrument is in the slot only while a profiler is running, so other steps do not pay for it. torch does not tell
-when a profiler starts. So each state looks for one where its work begins: before a forward, before a backward, and before the
-user gathers by hand.
+The instrument is in the slot only while a profiler is running or the messages are on, so other steps do not pay for it. torch
+does not tell when a profiler starts. So each state looks for one where its work begins: before a forward, before a backward, and
+before the user gathers by hand.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,6 +22,8 @@ from hwfsdp.core.mesh import Transport
 from hwfsdp.core.state import FSDPState, Phase
 from hwfsdp.core.device_streams import Stream, StreamEvent
 from hwfsdp.torch_releases import release_of
+
+logger = logging.getLogger("torch.distributed.fsdp.fully_shard")  # the one of FSDP2
 
 _NAMES = {  # moments that have another name in FSDP2
     "forward_prefetch": "forward_prefetch for",
@@ -41,11 +44,16 @@ _OTHERS = (  # FSDP2 does not show them
 )
 _OF_GROUPS = ("pre_forward", "post_forward", "pre_backward")  # shown if the state has a group
 _NAMELESS = ("inputs_to_device", "cast_forward_inputs", "cast_forward_outputs", "root_pre_forward")
+_LOGGED = (*_OF_GROUPS, "post_backward")  # messages with the label of the module
+_LOGGED_OF_ROOT = {"root_pre_forward": "root_pre_forward", "finish_backward": "root_post_backward"}
 
 
 def follow_profiler() -> None:
-    """If a profiler is running, put the observer into the slot, or behind the instrument that is there. If not, take it out of the slot."""
-    if not profiler_is_running():
+    """While a profiler is running or messages are on, put the observer into the slot, or behind the instrument that is there.
+
+    Otherwise take it out of the slot.
+    """
+    if not (profiler_is_running() or logger.isEnabledFor(logging.DEBUG)):
         if observer.slot is _RANGES:
             observer.put(None)
     elif observer.slot is None:
@@ -58,13 +66,27 @@ def shown(name: str, of: Any) -> AbstractContextManager[Any]:
     """Return the range of a moment. Return an empty context if no profiler is running, or if FSDP2 shows no range."""
     if not profiler_is_running() or name in _OTHERS or (isinstance(of, Transport) and of.ranks.size == 1):
         return NOTHING
-    if name in _OF_GROUPS and isinstance(of, FSDPState) and (not of.group or of.phase is Phase.PRE_BACKWARD):
+    if name in _OF_GROUPS and isinstance(of, FSDPState) and is_left_out(name, of):
         return NOTHING
     if name == "post_backward_rs_wait" and len(of.comm_ctx.reducing) < of.comm_ctx.max_reductions:
         return NOTHING
     nameless = name in _NAMELESS or name == "finish_backward"
     shards = 0 if name.endswith("_prefetch") else getattr(of, "shards", 0)  # set for several groups
     return profiler_range(_NAMES.get(name, name), "" if nameless else label_of(of), shards)
+
+
+def log(name: str, of: Any) -> None:
+    """Write the message of a moment, if FSDP2 has one."""
+    if name in _LOGGED and not is_left_out(name, of):
+        label = label_of(of)
+        logger.debug("FSDP::%s%s", name, f" ({label})" if label else "")
+    elif name in _LOGGED_OF_ROOT:
+        logger.debug("FSDP::%s", _LOGGED_OF_ROOT[name])
+
+
+def is_left_out(name: str, state: FSDPState) -> bool:
+    """True if FSDP2 does nothing in this hook: the state has no group, or has begun its backward before."""
+    return not state.group or (name in _OF_GROUPS and state.phase is Phase.PRE_BACKWARD)
 
 
 def label_of(of: Any) -> str:
@@ -79,6 +101,7 @@ class ProfilerRanges:
     def moment(
         self, name: str, of: Any, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor]
     ) -> AbstractContextManager[Any]:
+        log(name, of)
         return shown(name, of)
 
     def made(self, buffer: Tensor) -> None:

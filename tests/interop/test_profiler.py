@@ -8,6 +8,7 @@ in hwfsdp, the next group with gradients does.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch._logging
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
@@ -86,6 +88,26 @@ def compare() -> dict[str, tuple[Counter[str], Counter[str]]]:
     }
 
 
+def messages(step: Callable[[], None]) -> list[str]:
+    """Return the debug messages of FSDP, as TORCH_LOGS=+fsdp shows them."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch.distributed.fsdp")
+    torch._logging.set_logs(fsdp=logging.DEBUG)
+    logger.addHandler(handler)
+    step()
+    logger.removeHandler(handler)
+    torch._logging.set_logs()
+    return found
+
+
+def compare_messages() -> dict[str, tuple[list[str], list[str]]]:
+    return {
+        name: (messages(trained(case, hwfsdp)), messages(trained(case, fsdp))) for name, case in CASES.items()
+    }
+
+
 def profile_in_all_ways(folder: str) -> list[int]:
     """Count the ranges of FSDP in each file of profiles of all kinds. The last kind is on the first rank only."""
     step, path = trained(CASES["blocks"], hwfsdp), Path(folder) / str(dist.get_rank())
@@ -127,6 +149,14 @@ def test_a_profile_has_the_ranges_of_fsdp2() -> None:
                     del names[name]
             assert ours == theirs, case
         assert found["blocks"][0]["FSDP::all_gather (blocks.1)"] == 4
+
+
+def test_torch_logs_have_the_messages_of_fsdp2() -> None:
+    for found in launch(compare_messages, 2):
+        assert all(sorted(ours) == sorted(theirs) for ours, theirs in found.values()), found
+        ours, theirs = found["blocks"]
+        assert "FSDP::post_backward (blocks.1)" in ours
+        assert {*ours[:2]} == {"FSDP::root_pre_forward", "FSDP::pre_forward"}
 
 
 @pytest.mark.parametrize("shared_memory", ["1", long("0")])
