@@ -161,7 +161,7 @@ class HostStream(Stream):
 
     def then(self, function: Callable[[], None]) -> None:
         if self._queue:
-            self._queue.append(function)
+            self._queue.append(observer.slot.deferred(self, function) if observer.slot else function)
             self.issued += 1
         else:
             function()

@@ -20,7 +20,7 @@ Subjects have `name`: the name of a module or of a parameter group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -51,6 +51,9 @@ class Observer(Protocol):
 
     def running(self, stream: Stream, current: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         """Wrap `current`, the block in which work is issued on a stream."""
+
+    def deferred(self, stream: Stream, function: Callable[[], None]) -> Callable[[], None]:
+        """Return the function that runs once the work in flight on a stream has ended: `function`, perhaps wrapped."""
 
 
 slot: Observer | None = None

@@ -8,7 +8,7 @@ before the user gathers by hand.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -115,6 +115,9 @@ class ProfilerRanges:
 
     def running(self, stream: Stream, current: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         return current
+
+    def deferred(self, stream: Stream, function: Callable[[], None]) -> Callable[[], None]:
+        return function
 
 
 _RANGES = ProfilerRanges()

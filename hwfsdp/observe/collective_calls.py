@@ -230,6 +230,8 @@ def begin_on(op: str, reads: list[Tensor], recorder: Recorder, is_async: bool) -
     if not stream:
         stream = op if op in OWN_STREAM else "other" if is_async else "compute"
         after = recorder.over_on("compute") if stream != "compute" else ()
+        # Inside a step of an optimizer, it follows the part of the step that has been issued.
+        after = (*after, *(step.seq for step in recorder.stepping.values()))
     draft = recorder.begin(op, stream, follows_stream=True, reads=reads, after=after)
     if not recorder.stream:
         draft.begin = draft.clock("compute")

@@ -200,7 +200,8 @@ class Recorder:
             seq on each of them that it waited for.
         origin: the time when the recording began. first_step: number of the step in which it began.
         in_flight: works that their callers will wait for. results: results of functional collectives that nobody has waited for,
-            by the numbers of their storages. call_sites: names the lines that events come from.
+            by the numbers of their storages. awaited: while deferred work runs, seqs of the events until whose end it was
+            deferred. stepping: the steps of optimizers that run now, by the optimizer's id; one that raised stays. call_sites: names the lines that events come from.
     """
 
     rank: int
@@ -222,6 +223,8 @@ class Recorder:
     origin: Mark = field(default_factory=HostMark)
     in_flight: WeakKeyDictionary[Any, Draft] = field(default_factory=WeakKeyDictionary)
     results: dict[int, Draft] = field(default_factory=dict)
+    awaited: tuple[int, ...] = ()
+    stepping: dict[int, Draft] = field(default_factory=dict)
     call_sites: CallSites = field(default_factory=CallSites)
     _resizing: str = ""
     _round: WeakKeyDictionary[Any, None] = field(default_factory=WeakKeyDictionary)
@@ -256,7 +259,7 @@ class Recorder:
         if self._resizing:
             self.sample()
         draft = Draft(self, op, stream)
-        draft.after = (*self.waits.pop(stream, {}).values(), *after)
+        draft.after = tuple(dict.fromkeys([*self.waits.pop(stream, {}).values(), *self.awaited, *after]))
         if reads:
             draft.reads = self.identify(reads)
         if writes:
@@ -334,9 +337,11 @@ class Recorder:
         origin = self.origin.us()
         ends: dict[str, float] = {}
         events = []
+        raised = {draft.seq for draft in self.drafts if draft.op == "optimizer" and draft.end is None}
         for draft in self.drafts:
-            if draft.op == "optimizer" and draft.end is None:
+            if draft.seq in raised:
                 continue
+            draft.after = tuple(seq for seq in draft.after if seq not in raised)
             start, stream = draft.begin.us() - origin, draft.stream
             if draft.follows_stream:  # Note [When asynchronous work begins]
                 start = max(start, ends.get(stream, start))

@@ -6,7 +6,7 @@ edges of the log. A recording sees everything else from outside (`recording`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -88,6 +88,21 @@ class Instrument:
         clock = clock_of_stream(stream)
         fields = {"stream": stream.name, "host_runs_stream": stream.is_host, "clock": clock}
         return _both(events.holding(recorder, **fields), current)
+
+    def deferred(self, stream: Stream, function: Callable[[], None]) -> Callable[[], None]:
+        """Let the events of a deferred function, such as a user's hook, follow the work that is in flight now."""
+        if self.behind is not None:
+            function = self.behind.deferred(stream, function)
+        recorder = events.active()
+        if recorder is None:
+            return function
+        after = recorder.over_on(stream.name)
+
+        def follow() -> None:
+            with events.holding(recorder, awaited=after):
+                function()
+
+        return follow
 
     # --- the moments of a state ---
 

@@ -25,6 +25,7 @@ A recording does not see:
 - memory that is allocated as a new tensor, such as activations, gradients and results of casts. The samples of memory contain
   the tensors that the ledger watches. Flat buffers are seen at their first copy-in;
 - the reuse of blocks by `shared_memory`, which keeps its own records; each tensor in a block counts as separate memory;
+- what an optimizer does before it calls its closure (`optimizer.step(closure)`);
 - work that is deferred until a reduction has ended (casts, additions to a gradient, the copy of an offloaded gradient to the
   host). The copy of offloaded shards to the device is a part of the copy-in.
 """
@@ -54,7 +55,7 @@ from hwfsdp.observe import events
 from hwfsdp.observe.clocks import RankClock, answer_with_time, measure_offset, use_newest
 from hwfsdp.observe.collective_calls import watch_collectives, watch_operators, watch_works
 from hwfsdp.observe.eventlog import EventLog, clocks_about
-from hwfsdp.observe.events import Draft, Recorder
+from hwfsdp.observe.events import Recorder
 from hwfsdp.observe.instrument import Instrument
 from hwfsdp.observe.ledger import Ledger
 from hwfsdp.observe.run_info import describe_run
@@ -204,9 +205,12 @@ def after_each_resize(seen: Callable[[torch.UntypedStorage, int], None]) -> Iter
 
 @contextmanager
 def around_optimizer_steps(
-    before: Callable[[Optimizer, Any, Any], None], after: Callable[[Optimizer, Any, Any], None]
+    before: Callable[[Optimizer, Any, Any], Any], after: Callable[[Optimizer, Any, Any], None]
 ) -> Iterator[None]:
-    """Inside the block, call `before` and `after` around each step of any optimizer, with the arguments of torch's hooks."""
+    """Inside the block, call `before` and `after` around each step of any optimizer, with the arguments of torch's hooks.
+
+    `before` returns None, or other arguments for the step.
+    """
     handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
     try:
         yield
@@ -224,18 +228,36 @@ def _watch_storages(recorder: Recorder) -> AbstractContextManager[None]:
 
 
 def _watch_optimizers(recorder: Recorder) -> AbstractContextManager[None]:
-    running: dict[int, Draft] = {}  # by optimizer; a step that raised leaves its draft here
+    """Log the steps of optimizers. What a closure does is not part of the step: the event begins when the closure has returned."""
     seen: dict[int, list[int]] = {}  # by optimizer, ids of the values in its state
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if id(optimizer) not in seen:
             seen[id(optimizer)] = []
             _backdate_state(optimizer, recorder)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            begin(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            if id(optimizer) in recorder.stepping:  # it calls its closure again
+                recorder.stepping.pop(id(optimizer)).close()
+            result = closure(*args, **kwargs)
+            begin(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": outside}
+        return (optimizer, outside, *args[2:]), kwargs
+
+    def begin(optimizer: Optimizer) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         grads = [param.grad for param in params if param.grad is not None]
-        draft = recorder.begin("optimizer", "compute", reads=grads, writes=params)
+        draft = recorder.begin("optimizer", recorder.stream or "compute", reads=grads, writes=params)
         draft.phase, draft.owner = "optimizer", ""
-        running[id(optimizer)] = draft
+        recorder.stepping[id(optimizer)] = draft
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held = [id(value) for state in optimizer.state.values() for value in state.values()]
@@ -243,9 +265,10 @@ def _watch_optimizers(recorder: Recorder) -> AbstractContextManager[None]:
             seen[id(optimizer)] = held
             recorder.ledger.visit_state(optimizer.state.values())
         recorder.sample()
-        if id(optimizer) in running:  # the recording may be younger than the step
-            running.pop(id(optimizer)).close()
-            recorder.stepped(optimizer)
+        if id(optimizer) not in recorder.stepping:  # the recording began inside the step, in its closure
+            begin(optimizer)
+        recorder.stepping.pop(id(optimizer)).close()
+        recorder.stepped(optimizer)
 
     return around_optimizer_steps(before, after)
 

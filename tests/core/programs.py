@@ -171,6 +171,9 @@ class Watched:
     def running(self, stream: Any, current: Any) -> Any:
         return current
 
+    def deferred(self, stream: Any, function: Any) -> Any:
+        return function
+
 
 def observed() -> tuple[list[str], dict[str, int]]:
     """Watch the second step. Return its gathers, copy-outs and reductions in order, and the bytes of unsharded parameters.

@@ -174,6 +174,45 @@ def prefetch_by_hand(training: Training) -> None:
     training.steps()
 
 
+def step_with_a_closure(training: Training) -> None:
+    def closure() -> Tensor:
+        training.optimizer.zero_grad()
+        loss = training.loss(0)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        training.optimizer.step(closure)
+
+
+def step_in_the_backward(training: Training) -> None:
+    optimizers = {param: torch.optim.SGD([param], 0.1) for param in training.model.parameters()}
+    for param, optimizer in optimizers.items():
+        param.register_post_accumulate_grad_hook(lambda param, optimizer=optimizer: optimizer.step())
+    for seed in range(2):
+        training.loss(seed).backward()
+
+
+def reduce_in_the_backward(training: Training) -> None:
+    for param in training.model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: dist.all_reduce(param.grad.to_local()))
+    training.steps()
+
+
+class Gathering(torch.optim.SGD):
+    """An optimizer that gathers each parameter, and then changes it."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for param in self.param_groups[0]["params"]:
+                param.sub_(param.full_tensor().mean())
+
+
+def gather_in_the_optimizer(training: Training) -> None:
+    training.optimizer = Gathering(training.model.parameters(), 0.1)
+    training.steps()
+
+
 RUNS: dict[str, Case] = {
     "blocks": Case(models.graded),
     "root with parameters": Case(models.stem),
@@ -185,6 +224,10 @@ RUNS: dict[str, Case] = {
     "evaluation in between": Case(models.stem, evaluate_between),
     "unsharded by hand": Case(models.stem, unshard_by_hand),
     "prefetch by hand": Case(models.stem, prefetch_by_hand),
+    "a step with a closure": Case(models.stem, step_with_a_closure),
+    "steps in the backward": Case(models.stem, step_in_the_backward),
+    "reductions in the backward": Case(models.graded, reduce_in_the_backward),
+    "gathers in the optimizer": Case(models.stem, gather_in_the_optimizer),
 }
 
 
@@ -196,7 +239,15 @@ def recorded(case: Case) -> EventLog:
     return log
 
 
-FAST = ("blocks", "root with parameters", "accumulation", "checkpointing")
+FAST = (
+    *("blocks", "root with parameters", "accumulation", "checkpointing"),
+    *(
+        "a step with a closure",
+        "steps in the backward",
+        "reductions in the backward",
+        "gathers in the optimizer",
+    ),
+)
 
 
 @functools.cache
@@ -220,6 +271,7 @@ def log_of_run(name: str) -> EventLog:
 @pytest.mark.parametrize("name", suites.fast_are(FAST, [*RUNS, "hybrid"]))
 def test_no_run_of_ours_has_a_race(name: str) -> None:
     assert log_of_run(name).select("all_gather", "all_reduce")
+    assert log_of_run(name).select("optimizer")
     assert [race.sentence for race in find_races(log_of_run(name))] == []
 
 

@@ -355,6 +355,47 @@ def test_a_step_is_over_when_every_optimizer_has_stepped_and_counts_from_the_fir
     assert EventLog(log.events).summary()["step_us"] * 3 == pytest.approx(whole_time)
 
 
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_work_of_a_closure_belongs_to_the_step_but_not_to_the_event_of_the_optimizer(
+    by_name: bool,
+) -> None:
+    def closure() -> float:
+        resize()
+        return 0.5
+
+    def failing() -> float:
+        raise ZeroDivisionError
+
+    found = optimizer()
+    with record() as log:
+        for _ in range(2):
+            assert (found.step(closure=closure) if by_name else found.step(closure)) == 0.5
+        with pytest.raises(ZeroDivisionError):
+            found.step(failing)
+    assert [(e.op, e.step) for e in log.events] == [
+        (op, step) for step in range(2) for op in ("free", "optimizer")
+    ]
+    assert all(a.end_us <= b.start_us for a, b in zip(log.events, log.events[1:], strict=False))
+
+
+def test_a_recording_that_begins_in_a_closure_has_the_step_that_is_running() -> None:
+    found, recording = optimizer(), contextlib.ExitStack()
+    logs: list[EventLog] = []
+
+    def closure() -> float:
+        if not logs:
+            logs.append(recording.enter_context(record()))
+        resize()
+        return 0.5
+
+    for _ in range(2):
+        found.step(closure)
+    recording.close()
+    assert [(e.op, e.step) for e in logs[0].events] == [
+        (op, step) for step in range(2) for op in ("free", "optimizer")
+    ]
+
+
 # --- Whole models, of any library --------------------------------------------------------------------------
 
 
