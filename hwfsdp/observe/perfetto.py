@@ -75,16 +75,20 @@ def from_trace(trace: dict[str, Any]) -> Contents:
     ]
     if len({(e.rank, e.seq) for e in events}) < len(events):
         raise ValueError("two events of one rank have the same number")
-    samples: dict[int, dict[float, dict[str, int]]] = {}
+    samples: SamplesByRank = {}
     for i, entry in enumerate(entries):
         if entry["ph"] == "C":
             where = f"traceEvents[{i}]"
             rank = validate.whole(f"{where}.pid", entry["pid"], 1, validate.MOST_RANKS) - 1
-            at = samples.setdefault(rank, {}).setdefault(validate.time_us(f"{where}.ts", entry["ts"]), {})
+            us = validate.time_us(f"{where}.ts", entry["ts"])
             kind = validate.text(f"{where}.name", entry["name"]).removeprefix("memory: ")
-            at[kind] = validate.whole(f"{where}.args.bytes", entry["args"]["bytes"])
-    by_rank = {rank: [Sample(us, kinds) for us, kinds in found.items()] for rank, found in samples.items()}
-    return Contents(sorted(events, key=lambda e: (e.rank, e.seq)), by_rank, about)
+            nbytes, found = validate.whole(f"{where}.args.bytes", entry["args"]["bytes"]), samples.setdefault(
+                rank, []
+            )
+            if not found or found[-1].us != us or kind in found[-1].bytes_by_kind:
+                found.append(Sample(us, {}))  # virtual clocks stand still: two samples may have the same time
+            found[-1].bytes_by_kind[kind] = nbytes
+    return Contents(sorted(events, key=lambda e: (e.rank, e.seq)), samples, about)
 
 
 def _event(where: str, args: Any) -> Event:
