@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        complain(f"hwfsdp: cannot write {error.filename!r}: {error.strerror}")
+        what = "all output" if error.filename is None else repr(error.filename)  # a full disk names no file
+        complain(f"hwfsdp: cannot write {what}: {error.strerror or error}")
         return 2
     except KeyboardInterrupt:
         complain("hwfsdp: interrupted")

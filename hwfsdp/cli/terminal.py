@@ -105,6 +105,15 @@ def wrapped(text: str, stream: TextIO) -> str:
     return "\n".join(lines)
 
 
+def check_writable(out: Path) -> None:
+    """Raise an error now if the file cannot be written. Leave no empty file behind, however the run ends."""
+    is_new = not out.exists()
+    with out.open("ab"):
+        pass
+    if is_new:
+        out.unlink()
+
+
 def complain(text: str) -> None:
     """Print to standard error."""
     print(wrapped(text, sys.stderr), file=sys.stderr)

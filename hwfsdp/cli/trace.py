@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from hwfsdp.cli.terminal import answer, own_command
+from hwfsdp.cli.terminal import answer, check_writable, own_command
 from hwfsdp.errors import UsageError
 from hwfsdp.observe import log_report
 from hwfsdp.observe.analysis import Findings, compare, examine
@@ -31,7 +31,7 @@ def run(args: Namespace) -> int:
                 remedy="Set it in the script, or record the demo's model: hwfsdp trace run demo.",
             )
     implementation = read_implementation(args.implementation or OURS)
-    _check_writable(args.out)
+    check_writable(args.out)
     asked = Target(script, tuple(args.script_arguments), wanted, implementation, reshard_of(args))
     log = trace_run(asked, args.ranks, args.device, own_output=not args.as_json, timeout=args.timeout)
     log.save(args.out)
@@ -40,15 +40,6 @@ def run(args: Namespace) -> int:
     if not args.as_json:
         print(f"\nWritten to {args.out}. Play it: {own_command()} trace export {args.out} --to html")
     return status
-
-
-def _check_writable(out: Path) -> None:
-    """Raise an error now if the file cannot be written. Leave no empty file behind, however the run ends."""
-    is_new = not out.exists()
-    with out.open("ab"):
-        pass
-    if is_new:
-        out.unlink()
 
 
 def show(args: Namespace) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hwfsdp.cli.terminal import answer, own_command
+from hwfsdp.cli.terminal import answer, check_writable, own_command
 from hwfsdp.launcher.launch import stoppable
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.step_times import WAITS_AT_ONCE
@@ -168,7 +168,7 @@ def train(args: argparse.Namespace) -> int:
         snapshots=_snapshots(args),
     )
     if args.trace:
-        args.trace.touch()  # raises here, before the work begins
+        check_writable(args.trace)
     if config.snapshots:
         _make_writable(config.snapshots.path)
     ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))

@@ -456,6 +456,13 @@ def test_a_file_that_is_no_trace_of_ours_is_refused(run: Run, tmp_path: Path) ->
         of_another_format(path)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a file that is always full")
+@pytest.mark.parametrize("to", ["csv", "perfetto"])
+def test_a_full_disk_is_one_line(to: str, run: Run, file: Path) -> None:
+    said = run("export", str(file), "--to", to, "--out", "/dev/full")
+    assert_refused(said, "cannot write all output: No space left on device")
+
+
 def test_arguments_that_cannot_be_used_are_refused(run: Run, file: Path) -> None:
     assert_refused(run("export", file, "--to", "png", "--rank", "9", "--picture", "memory"))
     assert_refused(run("export", file, "--to", "png", "--step", "9"))

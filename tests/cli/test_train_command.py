@@ -123,3 +123,14 @@ def test_a_command_to_type_is_found_without_an_activated_environment(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "env/bin/python"))
     monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
     assert own_command() == command.format(tmp_path)
+
+
+def test_a_run_that_writes_no_trace_leaves_no_empty_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise UsageError("train", expected="ranks", got="none", remedy="Start them.")
+
+    monkeypatch.setattr(loop, "launch_blaming", refuse)
+    assert main(["train", "--trace", str(tmp_path / "t.json")]) == 2
+    assert "Start them." in capsys.readouterr().err and not (tmp_path / "t.json").exists()
