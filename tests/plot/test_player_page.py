@@ -461,6 +461,18 @@ def test_the_page_predicts_the_step_without_freeing_after_the_forward(tab: Tab) 
     )
 
 
+def test_the_page_predicts_no_gathers_where_a_single_rank_has_all_rows(
+    tab: Tab, log: EventLog, tmp_path: Path
+) -> None:
+    groups = [
+        {**group, "shards": 1, "replicas": RANKS, "gathered_again_from": 1} for group in log.about["groups"]
+    ]
+    replicated = EventLog(log.events, log.samples, {**log.about, "groups": groups})
+    make_page([("log", replicated)]).save(tmp_path / "replicated.html")
+    tab.open((tmp_path / "replicated.html").as_uri())
+    assert tab.text("#otherwise") == ""
+
+
 def test_the_button_of_the_peak_leads_to_its_moment_and_names_the_memory_alive(
     tab: Tab, log: EventLog
 ) -> None:

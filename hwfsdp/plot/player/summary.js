@@ -95,12 +95,13 @@ class Summary {
     return `${spread} Measured times differ from run to run. ${bytes}`;
   }
 
-  /** What would be different without freeing after the forward, by the closed forms; "" if nothing is freed or no form holds. No
+  /** What would be different without freeing after the forward, by the closed forms; "" if nothing is gathered again or no form holds. No
    *  closed form gives the peak of all kinds together: when a kind comes and goes, only a run shows. */
   otherwise() {
     const [log] = this.state.logs, sum = (groups) => groups.reduce((bytes, group) => bytes + group.bytes, 0);
-    if (!log.freedGroups || !log.closedForm || !log.closedFormKept) return "";
-    const all = sum(log.groups), again = sum(log.groups.filter((group) => group.gathered_again));
+    const gathered = log.groups.filter((group) => group.shards > 1); // a single rank has all rows, and gathers nothing
+    const all = sum(gathered), again = sum(gathered.filter((group) => group.gathered_again));
+    if (!again || !log.closedForm || !log.closedFormKept) return "";
     return `With \`reshard_after_forward=False\` the backward would gather nothing: in a step, each rank would gather ${bytesText(all, all + again)} instead of ${bytesText(all + again)} (whole tensors, own rows included). `
       + `But up to ${bytesText(log.closedFormKept)} of parameters would be whole at once, instead of ${bytesText(log.closedForm, log.closedFormKept)}. `
       + "The new peak of all memory does not follow from this log. Shards, gradients and optimizer state would take as many bytes as now, and the backward would need no `all_gather_buffer`.";
