@@ -70,7 +70,7 @@ class Call(NamedTuple):
         serial: place among all collectives of the rank, from 1. number: place within the process group, from 1.
         is_users: True for a collective of the user, False for a collective of FSDP.
         group: a name of the process group that is the same on all its ranks (`members_of`).
-        op, dtype: such as "all_gather", "float32". nbytes: bytes of the whole tensor, as in `events`.
+        op, dtype: such as "all_gather" or "broadcast(src=0)", "float32". nbytes: bytes of the whole tensor, as in `events`.
         owner: fqn of the parameter group, "" for the user's own collectives.
     """
 

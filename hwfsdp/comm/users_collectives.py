@@ -146,9 +146,18 @@ def _describe(group: dist.ProcessGroup, op: str, args: tuple[Any, ...], whole: l
     note = None
     if is_users and op not in _BETWEEN_TWO:
         nbytes = sum(tensor.nbytes for tensor in whole)
-        note = flight_recorder.begin(op, None, group, whole[0].dtype if whole else None, nbytes)
+        noted = f"{op}{_root(group, op, args)}"
+        note = flight_recorder.begin(noted, None, group, whole[0].dtype if whole else None, nbytes)
     file, line = (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
     return _Wait(op, function, group, first, max(0, len(whole) - 1), peer, file, line, is_users, note)
+
+
+def _root(group: dist.ProcessGroup, op: str, args: tuple[Any, ...]) -> str:
+    """Return the rank that sends to all or receives from all, as the argument of `torch.distributed`: "(src=0)". "" if there is none."""
+    root = getattr(args[-1], "rootRank", None) if args else None
+    if root is None:
+        return ""
+    return f"({'src' if op in ('broadcast', 'scatter') else 'dst'}={dist.get_global_rank(group, root)})"
 
 
 def _caller(frame: FrameType | None) -> tuple[FrameType | None, str]:

@@ -138,9 +138,7 @@ def fail() -> None:
     step(model)
 
 
-OF_THE_USER = (
-    r"rank 1 called broadcast \(yours\) where rank 0 called all_reduce \(yours\): collective \d+ of ranks"
-)
+OF_THE_USER = r"rank 1 called broadcast\(src=1\) \(yours\) where rank 0 called all_reduce \(yours\): collective \d+ of ranks"
 
 
 @parts("another collective of the user", 2, OF_THE_USER + r" 0 and 1\.", debug="DETAIL")
@@ -154,12 +152,20 @@ def call_another_of_the_users() -> None:
         dist.barrier()
 
 
+ANOTHER_ROOT = r"rank 1 called broadcast\(src=2\) \(yours\) where ranks 0 and 2 called broadcast\(src=0\) \(yours\): collective"
+
+
+@parts("another root", 3, ANOTHER_ROOT + r" 1 of ranks 0–2\.")
+def broadcast_from_another() -> None:
+    dist.broadcast(torch.ones(4), 2 if is_one() else 0)
+
+
 def fail_everywhere() -> None:
     step(shard())
     raise ValueError("everywhere")
 
 
-FAST = ("two groups swapped", "one hangs", "one is killed", "one raises")
+FAST = ("another root", "two groups swapped", "one hangs", "one is killed", "one raises")
 
 
 @pytest.mark.parametrize("name", fast_are(FAST, CASES))

@@ -235,7 +235,7 @@ def test_one_rank_alone_notes_nothing() -> None:
 
 def test_the_users_collectives_are_noted_once_while_recording_or_not_and_numbered_with_fsdps() -> None:
     for rank, found in enumerate(noted()):
-        broadcast = [("broadcast of [0, 2]", 1, True, State.DONE)] if rank in (0, 2) else []
+        broadcast = [("broadcast(src=0) of [0, 2]", 1, True, State.DONE)] if rank in (0, 2) else []
         all_reduce, connect, all_gather = (
             f"{op} of [0, 1, 2, 3]" for op in ("all_reduce", "connect", "all_gather")
         )
