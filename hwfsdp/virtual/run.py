@@ -130,7 +130,7 @@ def simulate(
 
     Raises:
         UsageError: a name or a setting is unknown, the number of nodes or of shards does not divide the number of GPUs, both `hsdp`
-            and `shards` are given, or the step needs the values of a tensor.
+            and `shards` are given, or the step computes nothing or needs the values of a tensor.
         StateError: this process has a process group already.
     """
     if not isinstance(gpus, int) or not isinstance(nodes, int | None) or (hsdp and "shards" in settings):
@@ -157,6 +157,13 @@ def simulate(
             world.clock.synchronize()
         log.about["device"] = VIRTUAL + figures.name
         seconds = world.clock.host / 1e6
+        if not seconds:
+            raise UsageError(
+                "simulate",
+                expected="a step that computes",
+                got="one that called no operator",
+                remedy="The step must run forward, backward and optimizer each time it is called.",
+            )
         tokens = run.tokens or (plan.batch * plan.seq if "seq" in settings else None)
         measured = Measured(seconds, tokens, run.tokens is None, log)
         return _result(_name_of(step_or_model), plan, world, measured)

@@ -183,6 +183,11 @@ def test_a_run_that_cannot_be_simulated_is_refused_in_one_line() -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_a_step_that_computes_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="one that called no operator"):
+        simulate(lambda: lambda: None, gpus=2, device="h100")
+
+
 def test_gpus_fill_their_nodes() -> None:
     per_node = {(1, None): 1, (3, None): 3, (8, None): 8, (24, None): 8, (12, 3): 4, (32, 16): 2}
     assert [placed(H100, *place).per_node for place in per_node] == list(per_node.values())
