@@ -219,6 +219,19 @@ def around_optimizer_steps(
             handle.remove()
 
 
+def around_closure(args: Any, kwargs: Any, call: Callable[[Callable[[], Any]], Any]) -> Any:
+    """Return the arguments of an optimizer's step with `call` around its closure; None if it has no closure."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+    wrapped = functools.wraps(closure)(
+        lambda *given, **named: call(functools.partial(closure, *given, **named))
+    )
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": wrapped}
+    return (args[0], wrapped, *args[2:]), kwargs
+
+
 def _watch_storages(recorder: Recorder) -> AbstractContextManager[None]:
     def seen(storage: torch.UntypedStorage, by: int) -> None:
         if by and events.active() is recorder:
@@ -235,22 +248,18 @@ def _watch_optimizers(recorder: Recorder) -> AbstractContextManager[None]:
         if id(optimizer) not in seen:
             seen[id(optimizer)] = []
             _backdate_state(optimizer, recorder)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            begin(optimizer)
-            return None
 
-        @functools.wraps(closure)
-        def outside(*args: Any, **kwargs: Any) -> Any:
+        def outside(closure: Callable[[], Any]) -> Any:
             if id(optimizer) in recorder.stepping:  # it calls its closure again
                 recorder.stepping.pop(id(optimizer)).close()
-            result = closure(*args, **kwargs)
+            result = closure()
             begin(optimizer)
             return result
 
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": outside}
-        return (optimizer, outside, *args[2:]), kwargs
+        changed = around_closure(args, kwargs, outside)
+        if changed is None:
+            begin(optimizer)
+        return changed
 
     def begin(optimizer: Optimizer) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -58,7 +58,7 @@ from hwfsdp.errors import UsageError
 from hwfsdp.layout.shard_on_meta import on_paper
 from hwfsdp.observe import events
 from hwfsdp.comm.users_collectives import tensors_in
-from hwfsdp.observe.recording import after_each_resize, around_optimizer_steps
+from hwfsdp.observe.recording import after_each_resize, around_closure, around_optimizer_steps
 from hwfsdp.observe.clocks import use_newest
 from hwfsdp.virtual.allocator import Allocator
 from hwfsdp.virtual.clock import Clock, virtual_streams
@@ -89,7 +89,8 @@ class World:
         self.clock, self.allocator = Clock(device), Allocator()
         self.flops = self.attention_flops = 0.0
         self.works_out_shapes = False  # True while DTensor calls operators only for the shapes of results
-        self.steps: int | None = None  # within a step of an optimizer: its number of steps, with this one
+        # within a step of an optimizer, but not in its closure: its number of steps, with this one
+        self.steps: int | None = None
 
     @contextmanager
     def entered(self) -> Iterator[World]:
@@ -290,12 +291,19 @@ def _optimizers_seen(world: World) -> AbstractContextManager[None]:
     """Count the steps of optimizers, and let them update many tensors at once (Note [The count of steps])."""
     done: Counter[int] = Counter()
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def without_count(closure: Callable[[], Any]) -> Any:
+        steps, world.steps = world.steps, None
+        result = closure()
+        world.steps = steps
+        return result
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         done[id(optimizer)] += 1
         world.steps = done[id(optimizer)]
         for group in optimizer.param_groups:
             if not world.device.host and group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True
+        return around_closure(args, kwargs, without_count)
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         world.steps = None

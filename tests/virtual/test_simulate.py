@@ -188,6 +188,16 @@ def test_a_step_that_computes_nothing_is_refused() -> None:
         simulate(lambda: lambda: None, gpus=2, device="h100")
 
 
+def test_a_closure_that_reads_a_value_is_refused_as_any_other_step() -> None:
+    def run() -> Callable[[], object]:
+        model = fully_shard(nn.Linear(8, 8))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return lambda: optimizer.step(lambda: model(torch.ones(2, 8)).sum().item())
+
+    with pytest.raises(UsageError, match="needs the values of a tensor"):
+        simulate(run, gpus=2, device="h100")
+
+
 def test_gpus_fill_their_nodes() -> None:
     per_node = {(1, None): 1, (3, None): 3, (8, None): 8, (24, None): 8, (12, 3): 4, (32, 16): 2}
     assert [placed(H100, *place).per_node for place in per_node] == list(per_node.values())
