@@ -13,6 +13,7 @@ import gc
 import importlib
 import io
 import itertools
+import multiprocessing
 import os
 import pickle
 import sys
@@ -175,6 +176,9 @@ def _listen(connection: Connection, send: Callable[[Any], None]) -> None:
         try:
             question = connection.recv()
         except (EOFError, OSError):
+            for child in multiprocessing.active_children():
+                if child.daemon:  # such as the workers of a DataLoader: they would outlive this process
+                    child.kill()
             os._exit(1)
         if question == "stop":
             stop_requested.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import fcntl
 import gc
 import os
 import pickle
@@ -465,3 +467,28 @@ def test_ranks_start_where_temporary_files_lie_in_a_folder_with_a_long_path(
         [sys.executable, "-c", "\n".join(lines)], env=environ, capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stdout.endswith(f"{folder}\n"), done.stderr
+
+
+def hold(path: Path, held: Any) -> None:
+    """Lock a file, say so, and write to it if nobody ends this process first."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        held.set()
+        threading.Event().wait(20)
+        file.write("still there")
+
+
+def start_a_helper(folder: Path) -> None:
+    held, path = multiprocessing.Event(), folder / str(dist.get_rank())
+    helper = multiprocessing.Process(target=hold, args=(path, held), daemon=True)
+    helper.start()
+    assert held.wait(60)
+
+
+@pytest.mark.long
+def test_daemons_of_ranks_such_as_loaders_of_data_end_with_the_call(tmp_path: Path) -> None:
+    launch(start_a_helper, 2, tmp_path, timeout=120)
+    for path in sorted(tmp_path.iterdir()):
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # the helper has ended
+            assert file.read() == ""
