@@ -16,6 +16,12 @@ def probe_answer(report: Report, number: int) -> None:
     report["answer"] = found
 
 
+def probe_grouped(report: Report, number: int) -> None:
+    """Make a group, for which all ranks meet; then report what `answer(number)` returns."""
+    dist.new_group()
+    probe_answer(report, number)
+
+
 def probe_attempt(report: Report, number: int) -> None:
     attempt(report, "answer", lambda: submitted().answer(number))
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from hwfsdp.course import failures
+from hwfsdp.course import failures, ranks
 from hwfsdp.course.findings import Finding
 from hwfsdp.course.ranks import RANKS, Course, NotYet
 from hwfsdp.errors import RankError
 from hwfsdp.course.walls import descendants, in_force, running, server_pid
 
 from suites import fast_are
-from probes_of_tests import probe_answer, probe_attempt, probe_sum
+from probes_of_tests import probe_answer, probe_attempt, probe_grouped, probe_sum
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -63,6 +63,23 @@ def test_questions_asked_ahead_share_a_launch_and_one_that_raises_takes_no_answe
     with pytest.raises(Finding, match=r"raised IndexError in answer \(my_fsdp.py, line 5") as caught:
         of.ranks(1).ask(probe_answer, "answer", number=2)
     assert caught.value.misconception == "crashed" and len(of.launches) == 2
+    of.end()
+
+
+def test_no_rank_begins_a_question_that_a_failed_rank_cannot_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without rank 1, rank 0 would wait for a new group until its time is up."""
+    monkeypatch.setattr(ranks, "WAIT", 30.0)
+    of = course(tmp_path, "if number == 1 and os.environ['RANK'] == '1': [][3]")
+    of.asking = True
+    for number in (1, 2):
+        with pytest.raises(NotYet):
+            list(of.ranks(2).ask(probe_grouped, "answer", number=number))
+    of.asking = False
+    with pytest.raises(Finding, match="Rank 1 raised IndexError in answer"):
+        of.ranks(2).ask(probe_grouped, "answer", number=1)
+    assert of.ranks(2).ask(probe_grouped, "answer", number=2) == [2, 2]
     of.end()
 
 
