@@ -74,6 +74,7 @@ class Steps:
         self.root, self.notes, self.stop, self.is_killed = root, notes, stop, is_killed
         self.count, self.nbytes, self.last, self.is_dead = 0, 0, "", False
         self._held: dict[int, int] = {}  # open files by inode, so that no inode's number is used again
+        self._is_changing = False
 
     @contextmanager
     def watched(self, module: Any) -> Iterator[None]:
@@ -96,10 +97,12 @@ class Steps:
                     os.close(number)
 
     def step(self, name: str, change: Callable[[], Any], sync: int | None = None) -> Any:
-        """Note the folder, then make the change; no other rank does a step meanwhile."""
+        """Note the folder, then make the change; no other rank does a step meanwhile. A change within a change is part of it."""
         if self.is_dead:
             raise Killed
-        with _OPEN(self.root.parent / "lock", "wb") as lock:
+        if self._is_changing:  # the opener of a file, such as tempfile's, calls os.open
+            return change()
+        with _OPEN(self.root.parent / "lock", "wb") as lock, self._changing_now():
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.note(name, sync)
             self.count += 1
@@ -108,6 +111,14 @@ class Steps:
                 self.is_dead = self.is_killed
                 raise Killed if self.is_dead else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
             return change()
+
+    @contextmanager
+    def _changing_now(self) -> Iterator[None]:
+        self._is_changing = True
+        try:
+            yield
+        finally:
+            self._is_changing = False
 
     def note(self, name: str, sync: int | None = None) -> None:
         if self.notes is not None:
