@@ -52,6 +52,7 @@ def test_traffic(ranks, seed, replicas, shards):
                 kind = "too-much-traffic" if got > most else missing
                 words = f"{op} has {got:,} B in a step, expected {most:,} B ({least:,} B without padding)"
                 raise Finding(kind, f"{where} {words}.", most, got)
+    test_axes(ranks, replicas, shards)
 
 
 @pytest.mark.points(

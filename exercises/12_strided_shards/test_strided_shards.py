@@ -41,6 +41,7 @@ def test_placement(ranks, seed):
     arguments = [(each.own, [p for p, _ in each.axes], [n for _, n in each.axes], each.dim) for each in cases]
     found = answers(ranks, "joined_placements", arguments)
     agree("joined_placements", cases, found, Axes.joined, JOINED_MISTAKES, "wrong-placement")
+    test_cut(ranks, seed)
 
 
 @pytest.mark.points(0, ask="In which order were the cuts made that the placements describe?")
@@ -87,6 +88,7 @@ def test_shards(ranks, seed):
         same("kept-alive", f"{where} the bytes that shards keep alive", found["bytes"], held)
         same("kept-alive", f"{where} memory that shards share", found["shared"], False)
         same("grad-lost", f"{where} the gradient of the tensor that is cut", found["grad"], grad)
+    test_order(ranks, seed)
 
 
 @pytest.mark.points(1, ask="Where does the first element of each shard belong?")

@@ -106,6 +106,8 @@ def test_weights(ranks, seed, way, world_size):
             "not-registered", f"{where} the modules hold other parameters than before", said["objects"], True
         )
         equal("not-allocated", f"{where} init_shards takes a model on the meta device", said["refused"], True)
+    test_generator(ranks, seed, world_size=3)
+    test_again(ranks, seed)
 
 
 @pytest.mark.points(0, ask="Which parameters are registered after a forward, and which of them stay?")
@@ -234,7 +236,9 @@ def right_calls(where, calls, whole, part, first):
 def right_part(where, got, part):
     if not alike(got, part):
         left = got.shape == part.shape and bool(got.isnan().any())
-        words = laws.largest_difference(got, part) if got.shape == part.shape else f"of shape {tuple(got.shape)}"
+        words = (
+            laws.largest_difference(got, part) if got.shape == part.shape else f"of shape {tuple(got.shape)}"
+        )
         raise Finding(
             "not-initialized" if left else "wrong-rows",
             f"{where} was drawn, but is wrong {words}.",

@@ -129,6 +129,7 @@ def test_background(ranks, seed):
             sum(note.startswith("write ") for note in notes),
             len(SAVES),
         )
+    test_snapshot(ranks, seed)
 
 
 @pytest.mark.points(1, ask="Which code waits for this save, and which code has seen its failure?")

@@ -34,6 +34,7 @@ JUDGED = {each.number: each for each in COURSE.exercises if each.number != "lab"
 ANSWERS = [each for path in sorted(Path(__file__).parent.glob("answers/*.txt")) for each in read(path.name)]
 WRONG = [each for each in ANSWERS if each.misconception != RIGHT]
 OTHER_MAKES = sorted(Path(__file__).parent.glob("answers/right/*.py"))
+POINTS = {check.name: check.points for each in JUDGED.values() for check in each.checks}
 STATIONS = [each.number for each in COURSE.stations]
 RACE = "16"  # against FSDP2's time, which a right file may not reach
 
@@ -129,6 +130,14 @@ def test_every_answer_is_an_edit_of_the_reference_as_it_is() -> None:
 def test_a_wrong_answer_gets_its_misconception(wrong: Answer) -> None:
     found = failed(wrong)
     assert [kind for kind, _ in found.values()] == [wrong.misconception], found
+
+
+@pytest.mark.parametrize(
+    "wrong", one_for_each_exercise(each for each in WRONG if not POINTS[each.check]), ids=named
+)
+def test_a_mistake_that_a_test_without_points_sees_costs_the_points_of_another(wrong: Answer) -> None:
+    found = verdicts(wrong.text(reference(wrong.exercise)), wrong.exercise)
+    assert any(POINTS[f"{wrong.exercise}.{name}"] for name in found), set(found)
 
 
 @pytest.mark.long
