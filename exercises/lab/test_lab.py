@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from hwfsdp.course import lab
+from hwfsdp.course.findings import Finding
+from hwfsdp.errors import UsageError
 
 HERE = Path(__file__).parent
 BUGS = lab.read_bugs(HERE)
@@ -26,9 +28,16 @@ pytestmark = [
 
 @pytest.fixture
 def answers(request):
-    """The answers, by script and question."""
-    folder = request.config.getoption("submission") or HERE.parent
-    return lab.read_answers(lab.find_answers(folder), BUGS)
+    """A function that reads the answers, by script and question."""
+    path = lab.find_answers(request.config.getoption("submission") or HERE.parent)
+
+    def answers():
+        try:
+            return lab.read_answers(path, BUGS)
+        except UsageError as error:
+            raise Finding("no-answers", str(error).replace(str(path), path.name)) from None
+
+    return answers
 
 
 @pytest.fixture
@@ -37,7 +46,7 @@ def judge(answers, bug):
 
     def judge(question):
         try:
-            lab.judge(bug, question, answers[bug.name])
+            lab.judge(bug, question, answers()[bug.name])
         except lab.Skipped as why:
             pytest.skip(f"{bug.number}: {why}")
 
@@ -46,7 +55,8 @@ def judge(answers, bug):
 
 def test_evidence(judge, answers, measured):
     """The evidence is the value that the run shows."""
-    solved = sum(lab.is_solved(bug, answers[bug.name]) for bug in BUGS)
+    found = answers()
+    solved = sum(lab.is_solved(bug, found[bug.name]) for bug in BUGS)
     measured("lab", f"{solved} of {len(BUGS)} scripts solved")
     judge("evidence")
 

@@ -179,7 +179,8 @@ def read_answers(path: Path, bugs: tuple[Bug, ...]) -> dict[str, dict[str, str]]
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8-sig") if path.exists() else "")
     except (OSError, ValueError, RecursionError) as error:
-        raise refuse("TOML", str(error) or type(error).__name__) from None
+        remedy = "Letters and names need quotes, and each table stands there once."
+        raise refuse("TOML", str(error) or type(error).__name__, remedy) from None
     known = {bug.name: dict.fromkeys(QUESTIONS, "") for bug in bugs}
     for name, table in found.items():
         if name not in known or not isinstance(table, dict):
@@ -213,7 +214,10 @@ def _meant(kind: str, typed: str) -> Iterator[str]:
         return
     for unit in ("bytes", "byte", "b"):
         plain = plain.removesuffix(unit).rstrip()
-    plain = plain.replace("_", "").replace(" ", "").replace(",", "" if kind == "whole" else ",")
+    if kind == "ratio":
+        for unit in ("times", "x", "×"):
+            plain = plain.removesuffix(unit).rstrip()
+    plain = plain.replace("_", "").replace(" ", "").replace(",", "" if kind == "whole" else ".")
     try:
         if len(plain) > 30 or "e" in plain:  # Fraction("1e999999999") would not finish
             raise ValueError(plain)
@@ -251,8 +255,8 @@ def judge(bug: Bug, question: str, answers: Mapping[str, str]) -> None:
         value = None
     if value is None:
         raise Skipped(f"not judged before the evidence of {bug.number} is right")
-    letters = LETTERS[: len(bug.choices[question])]
-    place = letters.find(typed.upper()) if len(typed) == 1 else -1
+    letters, letter = LETTERS[: len(bug.choices[question])], typed.strip("().: ").upper()
+    place = letters.find(letter) if len(letter) == 1 else -1
     if place < 0:
         raise Finding(
             "contradicted", f"{bug.number}: {typed!r} is not one of the letters {', '.join(letters)}."

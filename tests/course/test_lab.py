@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 import json
 import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -177,6 +179,13 @@ def test_a_script_that_was_changed_is_not_run_and_the_check_says_so(tmp_path: Pa
     assert lab.is_solved(bug, right(bug))  # whose evidence is from the given script
 
 
+def test_a_letter_may_stand_in_parentheses_or_before_a_dot() -> None:
+    bug = sealed(BUGS[0])
+    for form in ("{}", "{}.", "({})", " {})", "{}:"):
+        for letter in (right(bug)["cause"], right(bug)["cause"].lower()):
+            lab.judge(bug, "cause", right(bug, cause=form.format(letter)))
+
+
 def test_an_answer_that_is_no_letter_is_refused() -> None:
     for typed in ["Z", "AB", "1", "__import__('os')._exit(1)"]:
         bug = sealed(BUGS[0])
@@ -195,6 +204,9 @@ def test_evidence_is_read_as_people_write_it() -> None:
         ("ratio", "1/4", "0.25", True),
         ("ratio", "0.254", "0.25", True),
         ("ratio", "0.26", "0.25", False),
+        ("ratio", "0,25", "0.25", True),
+        ("ratio", "1.21×", "1.21", True),
+        ("ratio", "1.21 times", "1.21", True),
         ("ratio", "-0.25", "0.25", False),
         ("name", "torch.bfloat16", "bfloat16", True),
         ("name", "BF16", "bfloat16", True),
@@ -232,6 +244,25 @@ def test_a_file_that_holds_no_answers_is_an_error_in_one_line(tmp_path: Path) ->
         with pytest.raises(UsageError, match="expected") as told:
             lab.read_answers(lab.find_answers(tmp_path), BUGS)
         assert "\n" not in str(told.value) and len(str(told.value)) < 500
+
+
+@pytest.mark.parametrize("kind", ["not TOML", "a mistyped table", "a list"])
+def test_a_file_that_holds_no_answers_is_the_students_mistake(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "answers.toml").write_bytes(BAD_FILES[kind])
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "exercises/lab",
+        "--submission",
+        str(tmp_path),
+        "-k",
+        "01_flat",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert " answers.toml: expected" in done.stdout, done.stdout
+    assert "itself failed" not in done.stdout and done.returncode == 1
 
 
 # --- The files -----------------------------------------------------------------------------------------------
