@@ -169,7 +169,7 @@ class Stage:
         """Let the threads of the last call begin, and wait until one comes to `write`."""
         self.begins[self.call].set()
         self.is_starting = True
-        self.came[self.call].wait(timeout=10)
+        self.came[self.call].wait(timeout=2)  # less than the time after which ranks are ended that do nothing
         self.is_starting = False
 
     def waits(self) -> None:
@@ -249,7 +249,12 @@ def probe_saves(report: Report, seed: int) -> None:
             handle.wait()
             stage.notes.append(f"waited {turn}")
         source = storages_of(state)
-        found: dict[str, Any] = {"notes": list(stage.notes), "seen": stage.seen, "rights": rights, "allocated": allocated}
+        found: dict[str, Any] = {
+            "notes": list(stage.notes),
+            "seen": stage.seen,
+            "rights": rights,
+            "allocated": allocated,
+        }
         found |= {
             "staged": [{str(at): n for at, n in each.items()} for each in stage.staged],
             "source": [str(at) for at in source],

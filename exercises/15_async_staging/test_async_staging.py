@@ -26,13 +26,18 @@ SAVES = (1, 2, 3)
 
 
 def saved(ranks, seed):
-    """Return what each rank reports of three saves, with its number. Each save calls `write` once."""
+    """Return what each rank reports of three saves, with its number. Each save calls `write` once, and no two calls overlap."""
     by_rank = list(enumerate(ranks(2).ask(facts.probe_saves, "saves", seed=seed)))
     for rank, found in by_rank:
         if (count := min(len(found["seen"]), len(found["staged"]))) < len(SAVES):
             waited_for_writes(found, f"Rank {rank} of 2:")  # a write that nobody waits for may still come
             where = f"Rank {rank} of 2: `write` got a whole copy {count} times in {len(SAVES)} saves."
             raise Finding("wrong-value", where, len(SAVES), count)
+        order = order_of(found["notes"])
+        for turn in SAVES[1:]:
+            if order[f"write {turn}"] < order[f"written {turn - 1}"]:
+                where = f"Rank {rank} of 2: the write of save {turn} begins while that of save {turn - 1} still writes."
+                raise Finding("saves-overlap", where)
     return by_rank
 
 
