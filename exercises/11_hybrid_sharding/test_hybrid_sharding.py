@@ -227,7 +227,7 @@ def cause(grad, mean, arrived, before, number, lines):
         if micro not in arrived:
             options.append([("", 0, ""), ("grad-kept", whole, f"has {of} again")])
             continue
-        lost = "grad-replaced" if micro in before else "partial-forgotten"
+        lost = "grad-lost" if micro == number else "grad-replaced" if micro in before else "partial-forgotten"
         options.append([("", whole, ""), (lost, 0, f"lacks {of}")])
         for only, size in product(lines, (1, *sizes)):
             words = f"has only the batches of ranks {only} of {of}"

@@ -59,7 +59,10 @@ RAISED = {  # a pattern of what a rank raises → the misconception, and the cou
     # autograd saved a tensor, and it was written to
     "modified by an inplace operation": ("counted-write", "{at} {said:.200}"),
     "(?:same|mixed) dtype": ("wrong-dtype", "{at} a unit computes with inputs of another dtype: {said:.120}"),
-    "a gradient with dtype": ("wrong-dtype", "{at} a gradient has another dtype than its rows: {said:.120}"),
+    r"a gradient with dtype '?(?:c10::)?(\w+)": (
+        "wrong-dtype",
+        "{at} a gradient in {0} is set for rows in another dtype.",
+    ),
     "argument #1 'indices'": ("wrong-dtype", "{at} integers were cast: {said:.200}"),
     "Recomputed values for the following tensors": (
         "wrong-dtype",
