@@ -74,7 +74,7 @@ def test_points_change_in_the_marker_and_an_exercise_leaves_with_its_folder(tree
     path.write_text(path.read_text().replace(f"points({points}", "points(100", 1))
     shutil.rmtree(tree / "exercises" / "02_ring")
     after = run("hwfsdp list", tree).stdout
-    totals = [int(re.findall(r"(\d+) points in all", text)[0]) for text in (before, after)]
+    totals = [int(re.findall(r"(\d+) points for the exercises", text)[0]) for text in (before, after)]
     ring = int(re.findall(r" 02 .*?(\d+) points", before)[0])
     assert totals[1] - totals[0] == 100 - int(points) - ring
     assert " 02 " in before and " 02 " not in after
