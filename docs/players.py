@@ -22,7 +22,7 @@ from hwfsdp.course.compare import drawn, step_of
 from hwfsdp.course.machines import EVALUATION, WIDE
 from hwfsdp.course.stages import stage
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.plot.player.page import FITTED, make_page
+from hwfsdp.plot.player.page import make_page
 from hwfsdp.train.models import GPTConfig
 from hwfsdp.train.traced_run import Steps, Target, trace_run
 from hwfsdp.virtual.run import simulate
@@ -35,7 +35,7 @@ Logs = dict[str, EventLog]
 
 BLOCK = Template(
     '<details class="player"><summary>{{ says }}</summary><p><a href="{{ address }}">In a window of its own</a></p>'
-    '<iframe src="{{ address }}" title="Step player: {{ says }}" loading="lazy" onload="{{ fitted }}"></iframe></details>',
+    '<iframe src="{{ address }}" title="Step player: {{ says }}" loading="lazy"></iframe></details>',
     autoescape=True,
 )
 
@@ -186,7 +186,7 @@ def add_players(app: Any, doctree: nodes.document) -> None:
     for name, player in reversed(PLAYERS.items()):  # of two players at one place, the first comes first
         if player.page == page:
             address = f"{'../' * page.count('/')}{FOLDER}/{name}.html"
-            block = nodes.raw("", BLOCK.render(says=player.says, address=address, fitted=FITTED), format="html")
+            block = nodes.raw("", BLOCK.render(says=player.says, address=address), format="html")
             parent, place = _place(doctree, player.at)
             parent.insert(place, block)
 

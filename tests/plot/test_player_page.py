@@ -155,6 +155,28 @@ def test_a_narrow_screen_has_large_touch_targets_and_whole_names(tab: Tab, pages
         assert tab.run("document.documentElement.scrollWidth") <= NARROW[0]
 
 
+@pytest.mark.parametrize("size", [NARROW, (704, 860), (1000, 600)], ids=["phone", "column", "low frame"])
+def test_the_buttons_stay_in_view_with_the_whole_text_of_the_event(
+    size: tuple[int, int], tab: Tab, pages: dict[str, str]
+) -> None:
+    tab.look(*size)
+    tab.open(pages["one"])
+    assert tab.run("document.documentElement.scrollHeight") > size[1]
+    for _ in range(3):
+        tab.key("ArrowRight")
+        for place in ("0", "1e6"):
+            tab.run(f"scrollTo(0, {place})")
+            tab.drawn()
+            _, top, _, height = box(tab, "#controls")
+            assert 0 <= top and top + height <= size[1]
+        assert (
+            tab.run(
+                "(({scrollHeight, clientHeight}) => scrollHeight - clientHeight)(document.querySelector('#now'))"
+            )
+            == 0
+        )
+
+
 def test_a_log_cannot_run_scripts_in_the_page_through_its_names(tab: Tab, pages: dict[str, str]) -> None:
     tab.open(pages["hostile"])
     for key in ("ArrowRight", "g", "ArrowRight", "?"):

@@ -18,19 +18,8 @@ function start() {
   document.body.classList.toggle("pair", isPair);
   document.body.classList.toggle("unsampled", logs.every((log) => log.samples.size === 0));
   document.body.classList.toggle("stateless", logs.every((log) => log.states.size === 0));
-  fitFrame();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => state.change({}));
   state.change({});
-}
-
-/** In a frame, the page is as high as its content. It tells its height to the page around it, which may be one of another origin:
- *  when it is asked, and whenever the height changes. */
-function fitFrame() {
-  const isFramed = window !== parent, tell = () => parent.postMessage(document.documentElement.offsetHeight, "*");
-  document.body.classList.toggle("framed", isFramed);
-  if (!isFramed) return;
-  new ResizeObserver(tell).observe(document.documentElement);
-  addEventListener("message", tell);
 }
 
 try {

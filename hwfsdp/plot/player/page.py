@@ -24,12 +24,7 @@ SCRIPTS = (
     *("timeline", "memory", "parameters", "code", "summary", "controls", "main"),
 )
 _FOLDER = Path(__file__).parent
-FRAME = 860  # pixels, where nobody fits the frame to its page
-# The page says how high it is when it is asked, and when that changes (main.js).
-FITTED = (
-    "window.addEventListener('message', ({source, data}) => { if (source === this.contentWindow) this.style.height = `${data}px`; });"
-    " this.contentWindow.postMessage('height', '*')"
-)
+FRAME = 860  # pixels: the height of a frame; the page scrolls in it
 _ICON = (  # a bar of compute, and a gather below it that ran ahead
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E"
     "%3Cpath fill='%230072b2' d='M5 2h11v5H5z'/%3E%3Cpath fill='%23009e73' d='M0 9h10v5H0z'/%3E%3C/svg%3E"
@@ -60,7 +55,7 @@ class Page:
     def _repr_html_(self) -> str:
         """Return a frame with the page, so that page and notebook cannot disturb each other."""
         whole, title = html.escape(self.text), html.escape(self.title)
-        look = f'width="100%" height="{FRAME}" style="border: 0" onload="{FITTED}"'
+        look = f'width="100%" height="{FRAME}" style="border: 0; max-height: 95vh"'
         return f'<iframe sandbox="allow-scripts" {look} title="{title}" srcdoc="{whole}">{_NO_FRAME}</iframe>'
 
 

@@ -109,7 +109,7 @@ class Parameters {
     context.fillRect(box.x, box.y, box.width, box.height);
     if (!found) return;
     const share = this.shareOf(log, group, rank), look = looks.states[found.params], own = looks.states.sharded;
-    const stripe = found.reducing ? Math.max(4, box.height * 0.32) : 0, height = box.height - stripe;
+    const stripe = found.reducing ? Math.max(4, box.height * 0.4) : 0, height = box.height - stripe;
     if (found.params === "full" || found.params === "gathering") looks.fill(context, look, box.x, box.y, box.width, height);
     if (found.params !== "full") {
       const isThin = box.width < 12; // too thin to show which part it is
@@ -123,15 +123,16 @@ class Parameters {
   }
 
   drawState(context, found, box, height, share) {
-    const name = found.reducing && found.params !== "full" ? "reducing" : STATE_NAMES[found.params];
+    const stripe = box.height - height, isReducing = found.params !== "full" && stripe >= 9;
+    const name = isReducing ? "reducing" : STATE_NAMES[found.params];
     const { gathering, full, reducing } = this.looks.states;
     const face = { gathering: gathering.color, whole: full.color, reducing: reducing.color }[name];
     const half = context.measureText(name).width / 2 + 3;
     const isLeft = !face && share.start + share.length / 2 > 0.5; // beside the rank's own part
     const middle = face ? box.x + box.width / 2 : isLeft ? box.x + half + 4 : box.x + box.width - half - 4;
-    const y = box.y + (name === "reducing" ? box.height - (box.height - height) / 2 : height / 2);
+    const y = box.y + (isReducing ? height + stripe / 2 : height / 2), tall = isReducing ? Math.min(12, stripe) : 12;
     context.fillStyle = face ?? this.looks.faint;
-    context.fillRect(middle - half, y - 6, 2 * half, 12);
+    context.fillRect(middle - half, y - tall / 2, 2 * half, tall);
     context.textAlign = "center";
     context.fillStyle = face ? this.looks.inkOn(face) : this.looks.ink;
     context.fillText(name, middle, y + 0.5);

@@ -76,7 +76,8 @@ class Summary {
       ...(gathered ? [["gathers in a step, by one rank", ...ofOneRank("calls"), countText]] : []),
       ...(groups.some(Boolean) ? [["groups freed after the forward (reshard_after_forward)", ...groups, countText, null, false]] : []),
     ].map(([name, a, b, say, spread = null, isShared = true]) => {
-      const less = b < a, share = a && isShared ? `${less ? "−" : "+"}${percentText(Math.abs(b - a) / a)}` : "";
+      const less = b < a, change = b < 10 * a ? `${less ? "−" : "+"}${percentText(Math.abs(b - a) / a)}` : `${countText(b / a)} times A`;
+      const share = a && isShared ? change : "";
       const most = Math.max(a, b), difference = a === b ? "equal" : `${less ? "−" : "+"}${say(Math.abs(b - a), most)}${share ? `, ${share}` : ""}`;
       const beside = (value, i) => (spread && spread[i].length > 1 ? `${value} (${rangeText(spread[i])})` : value);
       return [name, beside(say(a, most), 0), beside(say(b, most), 1), spread && a !== b && !isPredicted ? `${difference}: ${judged(...spread)}` : difference];
