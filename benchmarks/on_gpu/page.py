@@ -117,12 +117,17 @@ def as_section(part: str, result: dict[str, Any], with_figures: bool, with_place
     records = [record_of(entry) for entry in result.get("records", ())] if with_figures else []
     # a step that only counts targets says less than the tables of figures
     steps = [step for step in result["steps"] if not (records and TARGETS.fullmatch(step["said"]))]
-    blocks += [as_table(steps)] if steps else []
+    blocks += [stacked(as_table(steps))] if steps else []
     blocks += [SAME] if part == "same" else []
     blocks += [FIGURES, met_by_kind(records)] if records else []
     times_first = sorted(records, key=lambda record: record.unit != "ms")
-    blocks += [table.as_markdown() for table in tables(times_first)]
+    blocks += [stacked(table.as_markdown()) for table in tables(times_first)]
     return "\n\n".join(block.rstrip("\n") for block in blocks) + "\n"
+
+
+def stacked(table: str) -> str:
+    """Return a table that is stacked on phones: its last column is its point."""
+    return f'<div class="stacked">\n\n{table}\n\n</div>'
 
 
 def as_table(steps: list[dict[str, Any]]) -> str:

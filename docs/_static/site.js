@@ -1,5 +1,5 @@
 // Pictures are enlarged by a click or by Enter (a picture of the player opens the player below it), blocks of code know their columns, cells
-// of stacked tables the names of their columns, and predictions get a box to write in. The text in the box stays in the page. Long names in
+// of stacked tables the names of their columns (and an empty first cell the name above it), and predictions get a box to write in. The text in the box stays in the page. Long names in
 // tables may be broken after an underscore.
 function enlarge(picture) {
   const dialog = document.createElement("dialog");
@@ -37,7 +37,12 @@ document.addEventListener("DOMContentLoaded", () => {
   }
   for (const table of document.querySelectorAll(".stacked table")) {
     const names = [...table.querySelectorAll("th")].map((name) => name.textContent);
-    for (const row of table.tBodies[0].rows) [...row.cells].forEach((cell, i) => { cell.dataset.column = names[i]; });
+    let last = "";
+    for (const { cells } of table.tBodies[0].rows) {
+      [...cells].forEach((cell, i) => { if (names[i] && cell.textContent) cell.dataset.column = names[i]; });
+      if (cells[0].textContent) last = cells[0].textContent;
+      else cells[0].dataset.again = last;
+    }
   }
   for (const word of document.querySelectorAll(".stacked code .pre")) {
     if (word.textContent.length > 28) word.innerHTML = word.innerHTML.replaceAll("_", "_<wbr>");
