@@ -44,8 +44,10 @@ class _Side(NamedTuple):
     sources: list[Sequence[int]] | None
 
 
-def plot_collective(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> Figure:
-    """Draw a row per rank, twice: its input, and its result.
+def plot_collective(
+    op: str, before: Sequence[Tensor], after: Sequence[Tensor], width: float = sheet.PAGE
+) -> Figure:
+    """Draw a row per rank, twice: its input, and its result, beside each other or, on a narrow picture, below each other.
 
     Args:
         op: "all_gather", "reduce_scatter" or "all_reduce".
@@ -60,19 +62,33 @@ def plot_collective(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) 
     reduction, ranks = _check(op, before, after), len(before)
     left, right = _sides(op, before, after)
     values = {_text(value) for side in (left, right) for row in side.rows for value in row}
-    cell = max(0.36, sheet.column_of(values, style.TEXT_SIZE, 2.0) + 0.1)
+    text = _WORDS[op] if ranks > 1 else "With one rank there is nothing to exchange."
+    title, widest = _title(op, ranks, reduction), sheet.column_of(values, style.TEXT_SIZE, 2.0)
+    if width < sheet.PAGE:
+        inner, below = (
+            width - 2 * sheet.MARGIN,
+            ranks * _ROW + _CHUNK_NAMES + 0.2,
+        )  # from one side to the other
+        figure, axes = _sheet(title, text, inner, below + ranks * _ROW)
+        _draw_side(axes, (_NAMES, 0.0), left, widest + 0.06, "before")
+        _draw_side(axes, (_NAMES, below), right, widest + 0.06, f"after {op}")
+        return figure
+    cell = max(0.36, widest + 0.1)
     widths = [_width(side, cell) for side in (left, right)]
     inner = max(_NAMES + sum(widths) + _ARROW, 6.0 - 2 * sheet.MARGIN)
-    text = _WORDS[op] if ranks > 1 else "With one rank there is nothing to exchange."
-    head = sheet.head(_title(op, ranks, reduction), text, (), inner)
-    figure, axes = sheet.page(head, sheet.MARGIN, inner, ranks * _ROW + _CHUNK_NAMES, sheet.MARGIN)
-    sheet.blank(axes, inner, ranks * _ROW, top=_CHUNK_NAMES)
-    for rank in range(ranks):
-        sheet.say(axes, 0.0, (rank + 0.45) * _ROW, f"rank {rank}")
-    _draw_side(axes, _NAMES, left, cell, "before")
-    _draw_side(axes, _NAMES + widths[0] + _ARROW, right, cell, "after")
+    figure, axes = _sheet(title, text, inner, ranks * _ROW)
+    _draw_side(axes, (_NAMES, 0.0), left, cell, "before")
+    _draw_side(axes, (_NAMES + widths[0] + _ARROW, 0.0), right, cell, "after")
     _draw_arrow(axes, _NAMES + widths[0], op, ranks)
     return figure
+
+
+def _sheet(title: str, text: str, width: float, height: float) -> tuple[Figure, Axes]:
+    """Make a figure, and axes of this size in inches, without the names of the chunks in the first row."""
+    head = sheet.head(title, text, (), width)
+    figure, axes = sheet.page(head, sheet.MARGIN, width, height + _CHUNK_NAMES, sheet.MARGIN)
+    sheet.blank(axes, width, height, top=_CHUNK_NAMES)
+    return figure, axes
 
 
 def _check(op: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> str:
@@ -137,23 +153,27 @@ def _title(op: str, ranks: int, reduction: str) -> str:
     return f"{op}{how} of {ranks} rank{'s' * (ranks > 1)}"
 
 
-def _draw_side(axes: Axes, left: float, side: _Side, cell: float, gid: str) -> None:
-    sheet.say(axes, left, -0.38, gid, weight="bold", color="black")
+def _draw_side(axes: Axes, at: tuple[float, float], side: _Side, cell: float, name: str) -> None:
+    (left, top), gid = at, name.split()[0]
+    sheet.say(axes, left, top - 0.38, name, weight="bold", color="black")
     for rank, row in enumerate(side.rows):
+        if left == _NAMES:
+            sheet.say(axes, 0.0, top + (rank + 0.45) * _ROW, f"rank {rank}")
         for place, value in enumerate(row):
             chunk = place // side.chunk
             x = left + place * cell + chunk * _CHUNK_GAP
             sources = side.sources[chunk] if side.sources else (rank,)
-            _draw_cell(axes, (x, rank * _ROW), cell, value, sources, f"{gid} {rank} {place}")
+            _draw_cell(axes, (x, top + rank * _ROW), cell, value, sources, f"{gid} {rank} {place}")
             if rank == 0 and place % side.chunk == 0:
-                _name_chunk(axes, x, side.names[chunk], min(side.chunk, len(row)) * cell, gid)
+                _name_chunk(axes, (x, top), side.names[chunk], min(side.chunk, len(row)) * cell, gid)
 
 
-def _name_chunk(axes: Axes, x: float, name: str, width: float, gid: str) -> None:
+def _name_chunk(axes: Axes, corner: tuple[float, float], name: str, width: float, gid: str) -> None:
     """Write the name above a chunk: in the middle, or from the left edge if the name is wider than the chunk."""
     wide = sheet.inches(name, style.SMALL_SIZE) > width
+    x, top = corner
     at, side = (x, "left") if wide else (x + width / 2, "center")
-    sheet.say(axes, at, -0.12, name, size=style.SMALL_SIZE, ha=side, gid=f"{gid} chunk")
+    sheet.say(axes, at, top - 0.12, name, size=style.SMALL_SIZE, ha=side, gid=f"{gid} chunk")
 
 
 def _draw_cell(

@@ -55,7 +55,7 @@ from order_of_issue import Issued, draw_box, draw_issued, issued
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PICTURES = Path(__file__).parent / "pictures"
-WIDTH, RIGHT, BOTTOM, CAPTION = sheet.PAGE, 0.3, 0.55, 0.3  # inches
+RIGHT, BOTTOM, CAPTION, CAPTION_LINE = 0.3, 0.55, 0.3, 0.17  # inches
 BROKEN, MENDED, PLAIN = (
     style.Look(style.VERMILION, "\\\\\\"),
     style.Look(style.BLUE),
@@ -667,31 +667,48 @@ def peak(log: EventLog, kind: str) -> int:
 # --- Drawing -----------------------------------------------------------------------------------------------
 
 
-def _sheet(title: str, text: str, keys: Sequence[Any], rows: float, left: float) -> tuple[Figure, float]:
-    """Make a sheet with a head, and `rows` inches below it. Return the sheet, and the top of the rows in inches."""
-    head = sheet.head(title, text, keys, WIDTH - left - RIGHT)
-    figure = sheet.new_figure(WIDTH, head.height + rows + BOTTOM)
-    head.draw(figure, left)
-    return figure, rows + BOTTOM
+class Page(NamedTuple):
+    """The words and the width of a picture: its title, the text below it, the inches of its sheet."""
+
+    title: str
+    text: str
+    width: float
+
+    @property
+    def is_narrow(self) -> bool:
+        """True on a phone, where what stands side by side on a page stands below each other."""
+        return self.width < sheet.PAGE
+
+    @property
+    def caption(self) -> float:
+        """Inches above a panel for its caption; a narrow one may need two lines."""
+        return CAPTION + CAPTION_LINE * self.is_narrow
+
+    def figure(self, keys: Sequence[Any], rows: float, left: float) -> tuple[Figure, float]:
+        """Make a sheet with a head, and `rows` inches below it. Return the sheet, and the top of the rows in inches."""
+        begin = sheet.head_left(self.width, left)
+        head = sheet.head(self.title, self.text, keys, self.width - begin - RIGHT)
+        return head.figure(self.width, rows + BOTTOM, begin), rows + BOTTOM
 
 
 def _caption(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="left", fontsize=style.TEXT_SIZE + 1, pad=4)
+    size, room = style.TEXT_SIZE + 1, axes.figure.get_figwidth() * (1.0 - axes.get_position().x0)
+    axes.set_title("\n".join(sheet.broken(text, room, size)), loc="left", fontsize=size, pad=4)
 
 
-def draw_bands(logs: Mapping[str, EventLog], title: str, text: str, arrows: bool = True) -> Figure:
+def draw_bands(logs: Mapping[str, EventLog], page: Page, arrows: bool = True) -> Figure:
     """Draw a band of streams per run. All bands share one axis of time, from each run's first event."""
     shown = {
         name: [e for e in log.select(rank=0) if e.op not in ("alloc", "free")] for name, log in logs.items()
     }
     shown = {name: _from_zero(events, arrows) for name, events in shown.items()}
-    words = Words(title, text, "ms, virtual GPUs")
-    page = timeline.draw_bands(words, [*shown.values()], [CAPTION] * len(logs))
-    for (name, log), axes in zip(logs.items(), page.axes, strict=True):
+    words = Words(page.title, page.text, "ms, virtual GPUs")
+    drawn = timeline.draw_bands(words, [*shown.values()], [page.caption] * len(logs), page.width)
+    for (name, log), axes in zip(logs.items(), drawn.axes, strict=True):
         end = log.summary()["step_us"]
         axes.axvline(end / 1e3, color=style.GREYS[3], linewidth=1.0, linestyle="--")
         _caption(axes, f"{name}: {style.format_ms(end)}")
-    return page.figure
+    return drawn.figure
 
 
 def _from_zero(events: Sequence[Event], arrows: bool) -> list[Event]:
@@ -709,21 +726,23 @@ class Bar(NamedTuple):
     gap: float = 0.0
 
 
-def draw_bars(bars: Sequence[Bar], title: str, text: str, axis: str, keys: Sequence[Any] = ()) -> Figure:
-    """Draw bars from top to bottom."""
-    left = sheet.MARGIN + sheet.column_of((bar.name for bar in bars), style.TEXT_SIZE, 3.0) + 0.1
+def draw_bars(bars: Sequence[Bar], page: Page, axis: str) -> Figure:
+    """Draw bars from top to bottom. Their names stand beside them, on a phone above them."""
+    names, pitch, high = [bar.name for bar in bars], *((0.42, 0.45) if page.is_narrow else (0.3, 0.78))
+    left = sheet.MARGIN + (0.0 if page.is_narrow else sheet.column_of(names, style.TEXT_SIZE, 3.0) + 0.1)
     places, at = [], 0.0
     for bar in bars:
         at += bar.gap
         places.append(at)
         at += 1.0
-    figure, _ = _sheet(title, text, keys, 0.3 * at, left)
-    axes = sheet.axes_at(figure, left, BOTTOM, WIDTH - left - RIGHT, 0.3 * at)
+    figure, _ = page.figure((), pitch * at, left)
+    width = page.width - left - RIGHT
+    axes = sheet.axes_at(figure, left, BOTTOM, width, pitch * at)
     for place, bar in zip(places, bars, strict=True):
         axes.barh(
             place,
             bar.value,
-            0.78,
+            high,
             facecolor=bar.look.color,
             edgecolor=style.edge_of(bar.look),
             hatch=bar.look.hatch or None,
@@ -738,10 +757,13 @@ def draw_bars(bars: Sequence[Bar], title: str, text: str, axis: str, keys: Seque
             fontsize=style.TEXT_SIZE,
         )
     style.open_frame(axes)
-    axes.set_yticks(places, [bar.name for bar in bars])
+    axes.set_yticks(places, [""] * len(bars) if page.is_narrow else names)
+    for place, name in zip(places, names, strict=True) if page.is_narrow else ():
+        sheet.say(axes, 0.0, place - 0.44, name)
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(at - 0.4, -0.6)
-    axes.set_xlim(0, 1.28 * max(bar.value for bar in bars))
+    axes.set_ylim(at - 0.4, -0.7 if page.is_narrow else -0.6)
+    rooms = [width - sheet.inches(bar.words, style.TEXT_SIZE) for bar in bars]  # for bars, beside the words
+    axes.set_xlim(0, max(bar.value * width / room for bar, room in zip(bars, rooms, strict=True)))
     axes.set_xlabel(axis, fontsize=style.TEXT_SIZE)
     return figure
 
@@ -751,54 +773,50 @@ MOST_CALLS = 9
 _CELL = {"done": "done", "wait": "waits", "fail": "error", "–": "not called"}
 
 
-def draw_calls(runs: Mapping[str, Sequence[Call]], title: str, text: str) -> Figure:
-    """Draw a column per collective and a row per rank: which rank called it, and how far it got."""
+def draw_calls(runs: Mapping[str, Sequence[Call]], page: Page) -> Figure:
+    """Draw a column per collective and a row per rank, on a phone the other way round: which rank called it, and how far it got."""
     runs = {name: calls[-MOST_CALLS:] for name, calls in runs.items()}
     start = max(min(int(call.number) for call in calls if call.number) for calls in runs.values())
     runs = {
         name: [c for c in calls if not c.number or int(c.number) >= start] for name, calls in runs.items()
     }
     ops = dict.fromkeys(call.op for calls in runs.values() for call in calls)
-    left, columns = 0.75, max(map(len, runs.values()))
-    panel = 0.86
-    figure, top = _sheet(
-        title,
-        text,
-        [sheet.key(style.look_of_op(op), op) for op in ops],
-        len(runs) * (panel + CAPTION) - 0.45,
-        left,
-    )
+    left, most = 0.75, max(map(len, runs.values()))
+    heights = {name: 0.4 * (len(calls) + 0.42) if page.is_narrow else 0.86 for name, calls in runs.items()}
+    keys = [sheet.key(style.look_of_op(op), op) for op in ops]
+    figure, top = page.figure(keys, sum(heights.values()) + len(runs) * CAPTION - 0.45, left)
     top += 0.2
     for name, calls in runs.items():
-        top -= panel + CAPTION
-        axes = sheet.axes_at(figure, left, top, WIDTH - left - RIGHT, panel)
+        top -= heights[name] + CAPTION
+        axes = sheet.axes_at(figure, left, top, page.width - left - RIGHT, heights[name])
         axes.axis("off")
-        axes.set_xlim(0, columns)
-        axes.set_ylim(2.0, -0.42)
+        axes.set_xlim(0, 2 if page.is_narrow else most)
+        axes.set_ylim(len(calls) if page.is_narrow else 2.0, -0.42)
         _caption(axes, name)
-        for column, call in enumerate(calls):
-            axes.text(
-                column + 0.5,
-                -0.12,
-                call.number and f"no. {call.number}",
-                ha="center",
-                fontsize=style.SMALL_SIZE,
-                color=style.GREYS[3],
-            )
+        for place, call in enumerate(calls):
+            _name(axes, place, call.number and f"no. {call.number}", above=not page.is_narrow)
             for rank, state in enumerate(call.states):
-                _draw_call(axes, column, rank, call, state)
+                _draw_call(axes, (rank, place) if page.is_narrow else (place, rank), call, state)
         for rank in range(2):
-            axes.text(-0.08, rank + 0.45, f"rank {rank}", ha="right", va="center", fontsize=style.TEXT_SIZE)
+            _name(axes, rank, f"rank {rank}", above=page.is_narrow)
     return figure
 
 
-def _draw_call(axes: Axes, column: int, rank: int, call: Call, state: str) -> None:
+def _name(axes: Axes, place: int, text: str, above: bool) -> None:
+    """Write the name of a column above it, or of a row beside it."""
+    at, ha = ((place + 0.5, -0.12), "center") if above else ((-0.04, place + 0.45), "right")
+    axes.text(
+        *at, text, ha=ha, va="baseline" if above else "center", fontsize=style.TEXT_SIZE, color=style.GREYS[3]
+    )
+
+
+def _draw_call(axes: Axes, at: tuple[int, int], call: Call, state: str) -> None:
     look = style.look_of_op(call.op)
     called = state in ("done", "wait", "fail")
     face = look.color if state == "done" else style.mixed(look.color, style.WHITE, 0.75 if called else 1.0)
     axes.add_patch(
         Rectangle(
-            (column + 0.04, rank + 0.04),
+            (at[0] + 0.04, at[1] + 0.04),
             0.92,
             0.84,
             facecolor=face,
@@ -809,8 +827,8 @@ def _draw_call(axes: Axes, column: int, rank: int, call: Call, state: str) -> No
     )
     owner = sheet.fitting(call.owner, style.SMALL_SIZE, 0.72) if called else ""
     axes.text(
-        column + 0.5,
-        rank + 0.47,
+        at[0] + 0.5,
+        at[1] + 0.47,
         f"{owner}\n{_CELL.get(state, state)}".strip(),
         ha="center",
         va="center",
@@ -824,13 +842,12 @@ def _draw_call(axes: Axes, column: int, rank: int, call: Call, state: str) -> No
 def draw_curves(
     curves: Mapping[str, Sequence[float]],
     at: Sequence[float],
-    title: str,
-    text: str,
+    page: Page,
     axes_names: tuple[str, str],
 ) -> Figure:
     """Draw lines with markers. The first line is the broken run, the second the fixed one."""
-    figure, _ = _sheet(title, text, (), 2.6, 0.95)
-    axes = sheet.axes_at(figure, 0.95, BOTTOM, WIDTH - 0.95 - RIGHT, 2.6)
+    figure, _ = page.figure((), 2.6, 0.95)
+    axes = sheet.axes_at(figure, 0.95, BOTTOM, page.width - 0.95 - RIGHT, 2.6)
     for (name, values), look, marker in zip(curves.items(), (BROKEN, MENDED), "os", strict=True):
         axes.plot(
             at,
@@ -851,13 +868,15 @@ def draw_curves(
     return figure
 
 
-def draw_weights(weights: Mapping[str, Tensor], title: str, text: str) -> Figure:
-    """Draw matrices, with rank 0's rows above rank 1's."""
+def draw_weights(weights: Mapping[str, Tensor], page: Page) -> Figure:
+    """Draw matrices side by side, on a phone below each other, with rank 0's rows above rank 1's."""
     panel, left = 2.1, 0.75
-    each = (WIDTH - left - RIGHT - 0.35 * (len(weights) - 1)) / len(weights)
-    figure, top = _sheet(title, text, (), panel + CAPTION - 0.25, left)
+    columns = 1 if page.is_narrow else len(weights)
+    each, below = (page.width - left - RIGHT - 0.35 * (columns - 1)) / columns, panel + page.caption
+    figure, top = page.figure((), len(weights) // columns * below - 0.25, left)
     for place, (name, weight) in enumerate(weights.items()):
-        axes = sheet.axes_at(figure, left + place * (each + 0.35), top - panel - CAPTION, each, panel)
+        down, across = divmod(place, columns)
+        axes = sheet.axes_at(figure, left + across * (each + 0.35), top - (down + 1) * below, each, panel)
         rows = len(weight)
         for row, numbers in enumerate(weight.tolist()):
             for column, value in enumerate(numbers):
@@ -867,7 +886,7 @@ def draw_weights(weights: Mapping[str, Tensor], title: str, text: str) -> Figure
         axes.axhline(rows / 2, color=style.BLACK, linewidth=2.0)
         axes.spines[:].set_visible(False)
         axes.set_xticks([])
-        axes.set_yticks([rows / 4, 3 * rows / 4], ["rank 0", "rank 1"] if place == 0 else ["", ""])
+        axes.set_yticks([rows / 4, 3 * rows / 4], ["", ""] if across else ["rank 0", "rank 1"])
         axes.tick_params(length=0, labelsize=style.TEXT_SIZE)
         _caption(axes, name)
     return figure
@@ -876,8 +895,7 @@ def draw_weights(weights: Mapping[str, Tensor], title: str, text: str) -> Figure
 def draw_strips(
     runs: Mapping[str, Sequence[Event]],
     captions: Mapping[str, str],
-    title: str,
-    text: str,
+    page: Page,
     lasts: Mapping[str, str],
 ) -> Figure:
     """Draw the events of rank 0 in the order of issue. `lasts`: the word at the end of a run that reached no forward."""
@@ -886,15 +904,16 @@ def draw_strips(
     ops = dict.fromkeys(each.event.op for found in drawn.values() for each in found)
     panel, left = 0.72, 0.95
     keys = [sheet.key(style.look_of_op(op), op) for op in ops]
-    figure, top = _sheet(title, text, keys, len(runs) * (panel + CAPTION) - 0.15, left)
+    figure, top = page.figure(keys, len(runs) * (panel + page.caption) - 0.15, left)
     for name, found in drawn.items():
-        top -= panel + CAPTION
-        axes = sheet.axes_at(figure, left, top, WIDTH - left - RIGHT, panel)
+        top -= panel + page.caption
+        axes = sheet.axes_at(figure, left, top, page.width - left - RIGHT, panel)
         draw_issued(axes, found, longest)
         _caption(axes, captions[name])
         if lasts.get(name):
             draw_box(axes, (len(found), 1), 1.0, style.Look(style.BLACK), lasts[name])
-    axes.set_xlabel("order of issue; a gather reaches to the wait for it →", fontsize=style.TEXT_SIZE)
+    below = "order of issue; a gather reaches to the wait for it →"
+    axes.set_xlabel("\n".join(sheet.broken(below, page.width - left)), fontsize=style.TEXT_SIZE)
     return figure
 
 
@@ -906,27 +925,33 @@ def named(each: Issued) -> Issued:
 # --- Pictures ----------------------------------------------------------------------------------------------
 
 
-def _loss() -> Figure:
-    return plot_losses(loss_curves()[0])
+def _loss(width: float) -> Figure:
+    return plot_losses(loss_curves()[0], width=width)
 
 
-def _saves() -> Figure:
+def _saves(width: float) -> Figure:
     return draw_calls(
         saves(),
-        "Who called what around a save",
-        "Rank 0 gathers a weight for its file; rank 1 begins the next forward. A collective needs both.",
+        Page(
+            "Who called what around a save",
+            "Rank 0 gathers a weight for its file; rank 1 begins the next forward. A collective needs both.",
+            width,
+        ),
     )
 
 
-def _routes() -> Figure:
+def _routes(width: float) -> Figure:
     return draw_calls(
         routes(),
-        "Two experts, two ranks with different data",
-        "Above, each rank begins with the expert that most of its tokens chose. So the ranks gather different groups.",
+        Page(
+            "Two experts, two ranks with different data",
+            "Above, each rank begins with the expert that most of its tokens chose. So the ranks gather different groups.",
+            width,
+        ),
     )
 
 
-def _norms() -> Figure:
+def _norms(width: float) -> Figure:
     bars = []
     for step, norms in enumerate(gradient_norms()):
         for rank, value in enumerate(norms.local):
@@ -941,59 +966,69 @@ def _norms() -> Figure:
             )
         bars.append(Bar(f"step {step}, all rows", norms.whole, f"{norms.whole:.3f}", MENDED))
     text = "Each rank's shards give only a part of the norm. The squares of the parts add up to the square of the whole."
-    return draw_bars(bars, "Gradient norms of two ranks", text, "norm of the gradients")
+    return draw_bars(bars, Page("Gradient norms of two ranks", text, width), "norm of the gradients")
 
 
-def _means() -> Figure:
+def _means(width: float) -> Figure:
     bars = []
     for ranks, (broken, mended) in mean_norms().items():
         name = f"{ranks} rank{'s' * (ranks > 1)}"
         bars.append(Bar(f"{name}, sum / labels of all", broken, f"{broken:.4f}", BROKEN, 0.6 * (ranks > 1)))
         bars.append(Bar(f"{name}, mean of its own", mended, f"{mended:.4f}", MENDED))
     text = "The reduction takes the mean over ranks. A loss that is divided by the labels of all ranks is divided twice."
-    return draw_bars(bars, "The same 48 examples on 1, 2 and 4 ranks", text, "norm of the gradients")
+    return draw_bars(
+        bars, Page("The same 48 examples on 1, 2 and 4 ranks", text, width), "norm of the gradients"
+    )
 
 
-def _pieces() -> Figure:
+def _pieces(width: float) -> Figure:
     bars = []
     for pieces, (broken, mended) in piece_norms().items():
         name = f"{pieces} piece{'s' * (pieces > 1)}"
         bars.append(Bar(f"{name}, losses as they are", broken, f"{broken:.4f}", BROKEN, 0.6 * (pieces > 1)))
         bars.append(Bar(f"{name}, each loss / {pieces}", mended, f"{mended:.4f}", MENDED))
     text = "Backwards add up. Each piece brings the mean of its own examples, so the sum grows with the number of pieces."
-    return draw_bars(bars, "The same batch in 1, 2, 4 and 8 pieces", text, "norm of the gradients")
+    return draw_bars(
+        bars, Page("The same batch in 1, 2, 4 and 8 pieces", text, width), "norm of the gradients"
+    )
 
 
-def _accumulation() -> Figure:
+def _accumulation(width: float) -> Figure:
     text = f"{MICRO_BATCHES} micro-batches of {BLOCKS} blocks on 16 GPUs. Above, whole gradients of all blocks wait for the last one. "
     text += "Buffers of collectives are left out."
     kinds = ("sharded_param", "sharded_grad", "unsharded_param", "unsharded_grad")
     logs = {name: run.log for name, run in accumulations().items()}
-    return plot_memory(logs, kinds=kinds, title="Memory of a step that accumulates", text=text, in_order=True)
+    return plot_memory(
+        logs, kinds=kinds, title="Memory of a step that accumulates", text=text, in_order=True, width=width
+    )
 
 
-def _logging() -> Figure:
+def _logging(width: float) -> Figure:
     return plot_memory(
         {name: run.log for name, run in logged().items()},
         kinds=("unsharded_param",),
         title="Whole parameters in a step that logs its weights first",
         text=f"{BLOCKS} blocks on 16 GPUs. Above, all of them are whole when the forward begins.",
         in_order=True,
+        width=width,
     )
 
 
-def _one_group() -> Figure:
+def _one_group(width: float) -> Figure:
     runs = groupings()
     whole = {name: style.format_bytes(peak(run.log, "unsharded_param")) for name, run in runs.items()}
     logs = {f"{name}, {whole[name]} of whole parameters": run.log for name, run in runs.items()}
     return draw_bands(
         logs,
-        f"{BLOCKS} blocks in one group, and in {BLOCKS}",
-        "Green under blue is hidden. Nothing computes while the one group is gathered, or while it is reduced.",
+        Page(
+            f"{BLOCKS} blocks in one group, and in {BLOCKS}",
+            "Green under blue is hidden. Nothing computes while the one group is gathered, or while it is reduced.",
+            width,
+        ),
     )
 
 
-def _reshard() -> Figure:
+def _reshard(width: float) -> Figure:
     """Draw a bar per setting in three groups: memory, gathers, step. Bars are shares of the largest in their group."""
     runs = reshards()
     gathers = {name: [e for e in run.log.collectives() if e.op == "all_gather"] for name, run in runs.items()}
@@ -1028,7 +1063,7 @@ def _reshard() -> Figure:
                 Bar(f"{title}, {name}", value / max(values), said, look, 0.6 * (place == 0 and bool(bars)))
             )
     text = f"{BLOCKS} blocks, 16 nodes of eight GPUs. Bars are shares of the largest of the three."
-    return draw_bars(bars, "reshard_after_forward=True, 8, False", text, "share of the largest")
+    return draw_bars(bars, Page("reshard_after_forward=True, 8, False", text, width), "share of the largest")
 
 
 RESIDENT = (
@@ -1043,13 +1078,15 @@ RESIDENT = (
 )
 
 
-def _residents() -> Figure:
+def _residents(width: float) -> Figure:
     runs = residents()
-    left, rows = 0.95, 0.42 * len(runs)
+    left, rows, room = 0.95, 0.42 * len(runs), sheet.inches("12.34 GiB", style.TEXT_SIZE)
     keys = [sheet.key(style.look_of_kind(kind), kind) for kind in RESIDENT]
     text = "Left of the thick line are shards of parameters, optimizer states and gradients. With more GPUs, only these shrink."
-    figure, _ = _sheet("Memory of one GPU at the peak of a step, by number of GPUs", text, keys, rows, left)
-    axes = sheet.axes_at(figure, left, BOTTOM, WIDTH - left - RIGHT, rows)
+    page = Page("Memory of one GPU at the peak of a step, by number of GPUs", text, width)
+    figure, _ = page.figure(keys, rows, left)
+    inner = width - left - RIGHT
+    axes = sheet.axes_at(figure, left, BOTTOM, inner, rows)
     for row, run in enumerate(runs.values()):
         low = 0.0
         for kind in RESIDENT:
@@ -1079,21 +1116,25 @@ def _residents() -> Figure:
     axes.set_yticks(range(len(runs)), [f"{gpus} GPUs" for gpus in runs])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(runs) - 0.5, -0.5)
-    axes.set_xlim(0, 1.13 * max(sum(run.peak_by_kind.values()) for run in runs.values()) / 2**30)
+    most = max(sum(run.peak_by_kind.values()) for run in runs.values()) / 2**30
+    axes.set_xlim(0, most * inner / (inner - room))
     axes.set_xlabel("GiB", fontsize=style.TEXT_SIZE)
     return figure
 
 
-def _scaling() -> Figure:
+def _scaling(width: float) -> Figure:
     return draw_bands(
         {name: run.log for name, run in scalings().items()},
-        f"{BATCH:,} tokens on more and more GPUs",
-        "With more GPUs, each computes fewer tokens. But each still gathers and reduces the whole model.",
+        Page(
+            f"{BATCH:,} tokens on more and more GPUs",
+            "With more GPUs, each computes fewer tokens. But each still gathers and reduces the whole model.",
+            width,
+        ),
         arrows=False,
     )
 
 
-def _methods() -> Figure:
+def _methods(width: float) -> Figure:
     found = methods()
     captions = {
         name: f"{name}: {sum(e.op == 'all_gather' for e in said.events)} of 2 groups gathered"
@@ -1103,50 +1144,65 @@ def _methods() -> Figure:
     return draw_strips(
         {name: said.events for name, said in found.items()},
         captions,
-        "model.generate(x) on rank 0, in the order of issue",
-        "Only a call of a module runs its hooks. Above, only the body was called as a module.",
+        Page(
+            "model.generate(x) on rank 0, in the order of issue",
+            "Only a call of a module runs its hooks. Above, only the body was called as a module.",
+            width,
+        ),
         lasts,
     )
 
 
-def _ties() -> Figure:
+def _ties(width: float) -> Figure:
     found = ties()
     return draw_curves(
         found.apart,
         range(1, 9),
-        "Largest difference of embedding and head",
-        "Each copy has its own gradient and optimizer state. So the copies differ from the first step on.",
+        Page(
+            "Largest difference of embedding and head",
+            "Each copy has its own gradient and optimizer state. So the copies differ from the first step on.",
+            width,
+        ),
         ("step", "largest difference"),
     )
 
 
-def _coarse() -> Figure:
+def _coarse(width: float) -> Figure:
     return draw_curves(
         coarse_errors(),
         COARSE_RANKS,
-        "Reduced gradients: relative distance from the mean over ranks",
-        "The forward and backward are the same, in bf16. Only the dtype of the reduction differs.",
+        Page(
+            "Reduced gradients: relative distance from the mean over ranks",
+            "The forward and backward are the same, in bf16. Only the dtype of the reduction differs.",
+            width,
+        ),
         ("ranks", "relative error"),
     )
 
 
-def _meta() -> Figure:
+def _meta(width: float) -> Figure:
     return draw_weights(
         started_weights(),
-        "A weight of 12 rows, started on two ranks and put together",
-        "A square is a number. On the left, rank 1 has the same rows as rank 0.",
+        Page(
+            "A weight of 12 rows, started on two ranks and put together",
+            "A square is a number. In the first weight, rank 1 has the same rows as rank 0.",
+            width,
+        ),
     )
 
 
-def _pretrained() -> Figure:
+def _pretrained(width: float) -> Figure:
     return draw_weights(
         loaded_weights(),
-        "A weight that rank 0 read from a file, sharded and put together",
-        "The file holds two identity matrices. On the left, rank 1 still has the rows of its own new model.",
+        Page(
+            "A weight that rank 0 read from a file, sharded and put together",
+            "The file holds two identity matrices. In the first weight, rank 1 still has the rows of its own new model.",
+            width,
+        ),
     )
 
 
-def _fsdp2() -> Figure:
+def _fsdp2(width: float) -> Figure:
     found = overlaps()
     captions = {
         name: f"{name}: {computed_meanwhile(events)} of 4 layers computed while the next is gathered"
@@ -1155,13 +1211,16 @@ def _fsdp2() -> Figure:
     return draw_strips(
         found,
         captions,
-        "A forward of four layers on the CPU, rank 0, in the order of issue",
-        "Numbers are layers; FSDP2's gathers have no number. A layer can compute between a gather and the wait for it.",
+        Page(
+            "A forward of four layers on the CPU, rank 0, in the order of issue",
+            "Numbers are layers; FSDP2's gathers have no number. A layer can compute between a gather and the wait for it.",
+            width,
+        ),
         {},
     )
 
 
-DRAW: dict[str, Callable[[], Figure]] = {
+DRAW: dict[str, Callable[[float], Figure]] = {
     "loss": _loss,
     "saves": _saves,
     "routes": _routes,
@@ -1289,7 +1348,7 @@ STATED: dict[str, Callable[[], list[str]]] = {
 def main(names: Sequence[str]) -> None:
     for name in names or DRAW:
         path = PICTURES / f"faq_{name}.png"
-        papers.save(DRAW[name](), path)
+        papers.save_each(DRAW[name], path)
         print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 

@@ -79,7 +79,7 @@ def draw_all(folder: Path) -> Iterator[Path]:
     runs = make_runs()
     for name, draw in PICTURES.items():
         path = folder / f"{name}.png"
-        papers.save(draw(runs), path)
+        papers.save_each(partial(draw, runs), path)
         yield path
 
 
@@ -134,20 +134,20 @@ def _groups() -> tuple[GroupSizes, list[GroupSizes]]:
     return group_sizes(build_model(MODEL, seed=0))
 
 
-def _memory(runs: Runs) -> Figure:
+def _memory(runs: Runs, width: float) -> Figure:
     """Draw the memory of ranks of this machine, which compute on the CPU."""
     root, blocks = _groups()
     closed = accounting.peak_unsharded_bytes([root], blocks, 2)
-    return memory.plot_memory(runs.logs[2], expected={"closed form of unsharded_param": closed})
+    return memory.plot_memory(runs.logs[2], expected={"closed form of unsharded_param": closed}, width=width)
 
 
-def _scaling(runs: Runs) -> Figure:
+def _scaling(runs: Runs, width: float) -> Figure:
     """Draw predictions for growing numbers of GPUs, with two sequences per GPU."""
     points = scaling.points_of(_on_virtual_gpus(2**n, sequences=2) for n in range(3, 12, 2))
-    return scaling.plot_scaling(points, title="A GPT on H100s", caption=f"Predicted: {LIMITS}.")
+    return scaling.plot_scaling(points, title="A GPT on H100s", caption=f"Predicted: {LIMITS}.", width=width)
 
 
-def _strided(runs: Runs) -> Figure:
+def _strided(runs: Runs, width: float) -> Figure:
     rows, columns = (strided_shard(0, 2), Shard(0)), (Shard(0), Shard(1))
     laid = [
         LaidOut("attention.wq.weight", (14, 8), rows),
@@ -156,39 +156,41 @@ def _strided(runs: Runs) -> Figure:
         LaidOut("feed_forward.w2.weight", (8, 30), columns),
         LaidOut("norm.weight", (8,), (Shard(0), Replicate())),
     ]
-    return plot_sharding(laid, {"dp": 3, "tp": 2})
+    return plot_sharding(laid, {"dp": 3, "tp": 2}, width=width)
 
 
-def _sharded(runs: Runs) -> Figure:
+def _sharded(runs: Runs, width: float) -> Figure:
     unlike_shapes = {(p.shape, p.placements): p for p in reversed(runs.sights[0].parameters)}
     small = [LaidOut("five.rows", (5, 3), (Shard(0),)), LaidOut("two.rows", (2,), (Shard(0),))]
-    return plot_sharding([*reversed(unlike_shapes.values()), *small], {"shard": 4})
+    return plot_sharding([*reversed(unlike_shapes.values()), *small], {"shard": 4}, width=width)
 
 
-def _hybrid(runs: Runs) -> Figure:
+def _hybrid(runs: Runs, width: float) -> Figure:
     shapes = {p.name: p.shape for p in runs.sights[0].parameters[:4]} | {"five.rows": (5, 3)}
     laid = [LaidOut(name, shape, (Replicate(), Shard(0))) for name, shape in shapes.items()]
-    return plot_sharding(laid, {"replicate": 2, "shard": 2})
+    return plot_sharding(laid, {"replicate": 2, "shard": 2}, width=width)
 
 
-def _collective(op: str, runs: Runs) -> Figure:
+def _collective(op: str, runs: Runs, width: float) -> Figure:
     before, after = zip(*(sight.exchanged[op] for sight in runs.sights), strict=True)
-    return plot_collective(op, before, after)
+    return plot_collective(op, before, after, width)
 
 
-PICTURES: dict[str, Callable[[Runs], Figure]] = {
-    "timeline": lambda runs: timeline.plot_timeline(
-        runs.virtual[SEQUENCES[0]], title=f"FSDP on {GPUS} virtual GPUs: gathers run ahead, reductions behind"
+PICTURES: dict[str, Callable[[Runs, float], Figure]] = {
+    "timeline": lambda runs, width: timeline.plot_timeline(
+        runs.virtual[SEQUENCES[0]],
+        title=f"FSDP on {GPUS} virtual GPUs: gathers run ahead, reductions behind",
+        width=width,
     ),
     "memory": _memory,
     "sharding_1d": _sharded,
     "sharding_hsdp": _hybrid,
     "sharding_fsdp_tp": _strided,
-    "comparison": lambda runs: timeline.plot_comparison(
-        {f"{n} sequence{'s' * (n > 1)} per GPU": runs.virtual[n] for n in SEQUENCES}
+    "comparison": lambda runs, width: timeline.plot_comparison(
+        {f"{n} sequence{'s' * (n > 1)} per GPU": runs.virtual[n] for n in SEQUENCES}, width=width
     ),
     **{op: partial(_collective, op) for op in COLLECTIVES},
-    "loss": lambda runs: loss.plot_losses(runs.losses),
+    "loss": lambda runs, width: loss.plot_losses(runs.losses, width=width),
     "scaling": _scaling,
 }
 

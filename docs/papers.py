@@ -1,7 +1,8 @@
 """Write each picture of the pages twice: on white paper, and on dark paper for readers of dark pages.
 
 `save` writes `picture.png` and, from the same figure, `picture_dark.png`. Sphinx shows the second in the dark theme (finish.py), and
-README.md and the exercises' pages name both. On dark paper
+README.md and the exercises' pages name both. `save_each` writes both also for phones, if a picture can be drawn as narrow as that: with its
+panels below each other. On dark paper
 
 - black, white and greys change places, and so does everything made of them: paper, letters, frames, grids, copies;
 - colors of operations and kinds stay; the colors of ranks that are nearly black become lighter;
@@ -33,11 +34,17 @@ def dark_name(path: Path) -> Path:
     return path.with_name(f"{path.stem}_dark{path.suffix}")
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a picture for the pages and its dark twin: PNG files as wide as the page."""
+def save(figure: Figure, path: Path, width: float = sheet.PAGE) -> None:
+    """Write a picture for the pages and its dark twin: PNG files as wide as the page, or at least `width` inches."""
     for name in (path, dark_name(path)):
-        sheet.rasterize(figure, sheet.PAGE).save(name, optimize=True, dpi=(sheet.DPI, sheet.DPI))
+        sheet.rasterize(figure, width).save(name, optimize=True, dpi=(sheet.DPI, sheet.DPI))
         darken(figure)
+
+
+def save_each(draw: Callable[[float], Figure], path: Path) -> None:
+    """Write a picture for the pages and one for phones, `picture_phone.png`, with their dark twins. `draw`: makes a picture of a width."""
+    save(draw(sheet.PAGE), path)
+    save(draw(sheet.PHONE), path.with_name(f"{path.stem}_phone{path.suffix}"), sheet.PHONE)
 
 
 def darken(figure: Figure) -> None:
@@ -82,6 +89,8 @@ def _dark_hex(color: str) -> str:
     if max(style.to_rgb(color)) - min(style.to_rgb(color)) < 0.01:  # a grey
         return style.mixed(INK, PAPER, style.to_rgb(color)[0])
     if mixture := style.MIXTURES.get(color):
-        other = PAPER if mixture.other == style.WHITE else mixture.other  # a shade that was darker stays darker
+        other = (
+            PAPER if mixture.other == style.WHITE else mixture.other
+        )  # a shade that was darker stays darker
         return style.mixed(_dark_hex(mixture.color.lower()), other, mixture.share)
     return LIGHTER.get(color, color)

@@ -27,11 +27,13 @@ def waiting() -> Iterator[None]:
         yield
 
 
-def draw() -> Figure:
+def draw(width: float) -> Figure:
     """Draw three strips on one axis of time."""
     with mock.patch.object(FSDPState, "prefetch_backward", lambda state, groups: None):
         overlapped = simulated(trains=True)
         with waiting():
             none = simulated(trains=True)
     ahead = simulated(trains=True)
-    return draw_strips({"Nothing ahead": none, "Reductions behind": overlapped, "And gathers ahead": ahead})
+    return draw_strips(
+        {"Nothing ahead": none, "Reductions behind": overlapped, "And gathers ahead": ahead}, width
+    )

@@ -1,15 +1,51 @@
-"""What the pictures share: axes with nothing around them, boxes with a word in them, words, arrows, captions, stacked bars."""
+"""What the pictures share: panels, axes with nothing around them, boxes with a word in them, words, arrows, captions, stacked bars."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hwfsdp.core.sharding import Extent, chunk_extent
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Axes, FancyArrowPatch, Figure, Rectangle
 
 Point = tuple[float, float]
+
+
+class Panel(NamedTuple):
+    """Axes, in inches: where they begin on a page and on a phone, how wide and how high they are, and how much is free below them."""
+
+    left: float
+    left_on_phone: float
+    width: float
+    height: float
+    below: float
+
+
+def lay_out(
+    width: float, height: float, panels: Sequence[Panel], texts: Sequence[str] = ()
+) -> tuple[Figure, list[Axes]]:
+    """Make a sheet of `width` inches with panels beside each other, on a phone below each other, and with texts below all of them.
+
+    Args:
+        height: of the sheet on a page, and of each panel on a phone.
+    """
+    if width >= sheet.PAGE:
+        figure = sheet.new_figure(width, height)
+        for place, text in enumerate(reversed(texts)):
+            sheet.write(figure, width / 2, 0.11 + 0.18 * place, text, "caption", ha="center")
+        return figure, [sheet.axes_at(figure, p.left, p.below, p.width, p.height) for p in panels]
+    lines = [line for text in texts for line in sheet.broken(text, width - 2 * sheet.MARGIN)]
+    bottom = 0.17 * len(lines)
+    figure, axes = sheet.new_figure(width, bottom + len(panels) * height), list[Axes]()
+    for place, line in enumerate(reversed(lines)):
+        sheet.write(figure, sheet.MARGIN, 0.11 + 0.17 * place, line, "caption")
+    for place, panel in enumerate(reversed(panels)):
+        size = min(panel.width, width - panel.left_on_phone - 0.05), panel.height
+        axes.insert(
+            0, sheet.axes_at(figure, panel.left_on_phone, bottom + place * height + panel.below, *size)
+        )
+    return figure, axes
 
 
 def chunk_extents(n: int, ranks: int) -> list[Extent]:
@@ -76,7 +112,9 @@ def cells(axes: Axes, at: Point, texts: Sequence[str | None], color: str, **look
 
 def noise(value: float, most: float) -> str:
     """The color of a random number from -most to most: blue below zero, orange above, the paler the nearer to zero."""
-    return style.mixed(style.BLUE if value < 0 else style.ORANGE, style.WHITE, 1.0 - min(abs(value) / most, 1.0))
+    return style.mixed(
+        style.BLUE if value < 0 else style.ORANGE, style.WHITE, 1.0 - min(abs(value) / most, 1.0)
+    )
 
 
 def arrow(axes: Axes, start: Point, end: Point, color: str, width: float = 1.2, **options: Any) -> None:

@@ -18,7 +18,7 @@ SOLUTION = Path(__file__).parents[2] / "solutions" / "homework" / "hw_fsdp.py"
 PROGRAM = replace(WIDE, root=False)  # the skeleton cannot shard a root around other units
 
 
-def draw() -> Figure:
+def draw(width: float) -> Figure:
     """Two strips on one axis of time: the backward only, where task 3 makes the difference."""
     start_server("hwfsdp.course.machines")
     logs = {}
@@ -30,4 +30,4 @@ def draw() -> Figure:
             begin = min(s.kernels[0].seq for s in step.sections if s.op == "backward" and s.kernels)
             events = [e for e in drawn(step).events if e.seq >= begin and e.op != "wait"]
             logs[name] = EventLog([e.changed(owner=e.owner.removeprefix("blocks.")) for e in events])
-    return plot_comparison(logs)
+    return plot_comparison(logs, width=width)

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from exercise_pictures.drawing import arrow, box, clear, headline, say, stacks
+from exercise_pictures.drawing import Panel, arrow, box, clear, headline, lay_out, say, stacks
 from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.launcher.launch import launch
 from hwfsdp.observe.accounting import MeshShape, bytes_sent
 from hwfsdp.observe.recording import record
-from hwfsdp.plot import sheet, style
+from hwfsdp.plot import style
 from hwfsdp.plot.style import Axes, Figure
 
 WIDTH, LAYERS = 64, 3
@@ -37,16 +37,16 @@ def record_shapes() -> list[list[float]]:
     return found
 
 
-def draw() -> Figure:
-    """Left the grid, right the bytes."""
+def draw(width: float) -> Figure:
+    """The grid, then the bytes."""
     sent = launch(record_shapes, 4)[0]
-    figure = sheet.new_figure(sheet.PAGE, 3.8)
-    _draw_grid(figure.add_axes((0.01, 0.03, 0.53, 0.86)))
-    right = figure.add_axes((0.6, 0.14, 0.39, 0.66))
-    headline(right, "sent by rank 0 in a step, KiB", 28, weight="bold")
+    panels = [Panel(0.08, 0.05, 4.35, 3.27, 0.11), Panel(4.92, 0.5, 3.2, 2.5, 0.53)]
+    figure, (grid, bars) = lay_out(width, 3.8, panels)
+    _draw_grid(grid)
+    headline(bars, "sent by rank 0 in a step, KiB", 28, weight="bold")
     names = [f"{shape.replicate} × {shape.shard}\n{name}" for shape, name in zip(SHAPES, NAMES, strict=True)]
     looks = {op.replace("_", "-"): style.look_of_op(op) for op in OPS}
-    stacks(right, dict(zip(names, sent, strict=True)), looks)
+    stacks(bars, dict(zip(names, sent, strict=True)), looks)
     return figure
 
 
@@ -71,7 +71,6 @@ def _draw_grid(axes: Axes) -> None:
         say(axes, (3.95, y - 0.5), text, ha="center", va="bottom", color=style.BLACK)
         x = 4.9 * place + 1.5
         arrow(axes, (x, 2.25), (x, 3.95), style.VERMILION, 2.2, **both_ways)
-        side, ha = ((-0.25, "right"), (0.25, "left"))[place]
-        say(axes, (x + side, 3.1), "all-reduce\nof these rows", ha=ha, color=style.BLACK)
+        say(axes, (x - 0.25, 3.1), "all-reduce\nof these rows", ha="right", color=style.BLACK)
     text = "inside: whole parameters and gradients of a group\nacross: this rank's rows of gradients"
     say(axes, (-2.3, 6.75), text)

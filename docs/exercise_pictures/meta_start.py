@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hwfsdp.core.sharding import Extent
-from exercise_pictures.drawing import box, caption, chunk_extents, clear, noise, say
+from exercise_pictures.drawing import Panel, box, chunk_extents, clear, lay_out, noise, say
 from hwfsdp.layout.init_shards import row_generator
-from hwfsdp.plot import sheet, style
+from hwfsdp.plot import style
 from hwfsdp.plot.style import Axes, Figure
 
 ROWS, COLUMNS, SEED, NAME = 5, 6, 7, "layers.0.weight"
@@ -35,13 +35,17 @@ def per_row(extent: Extent) -> Tensor:
     return torch.stack(rows) if rows else torch.empty(0, COLUMNS)
 
 
-def draw() -> Figure:
-    """Left the obvious way, right the one that knows no ranks."""
-    figure = sheet.new_figure(sheet.PAGE, 3.2)
-    _draw_panel(figure.add_axes((0.01, 0.12, 0.485, 0.86)), "One generator per rank", per_rank)
-    _draw_panel(figure.add_axes((0.51, 0.12, 0.485, 0.86)), "One generator per row", per_row)
-    text = "A line is a row, with its number; a cell is a number that was drawn. Left, ranks hold copies of each other's noise."
-    caption(figure, text)
+def draw(width: float) -> Figure:
+    """First the obvious way, then the one that knows no ranks."""
+    texts = (
+        "A line is a row. The color of a cell is the number that was drawn: blue below 0, orange above, faint near 0.",
+        "With one generator per rank, ranks hold copies of each other's noise.",
+    )
+    figure, (ranks, rows) = lay_out(
+        width, 3.35, [Panel(x, 0.04, 3.97, 2.75, 0.5) for x in (0.08, 4.18)], texts
+    )
+    _draw_panel(ranks, "One generator per rank", per_rank)
+    _draw_panel(rows, "One generator per row", per_row)
     return figure
 
 

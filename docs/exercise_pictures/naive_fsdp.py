@@ -8,19 +8,20 @@ import torch
 
 from hwfsdp.core import layout as storage
 from hwfsdp.core.sharding import padded_local_numel, padded_local_shape
-from exercise_pictures.drawing import arrow, cells, chunk_extents, clear, headline, say
-from hwfsdp.plot import sheet, style
+from exercise_pictures.drawing import Panel, arrow, cells, chunk_extents, clear, headline, lay_out, say
+from hwfsdp.plot import style
 from hwfsdp.plot.style import Axes, Figure
 
 SHAPE, RANKS = (5, 3), 3
 CELL: dict[str, Any] = {"edgecolor": style.WHITE, "linewidth": 1.2, "fontsize": style.SMALL_SIZE + 1}
 
 
-def draw() -> Figure:
-    """Left the rows of each rank; right the bytes of one rank, moment after moment."""
-    figure = sheet.new_figure(sheet.PAGE, 3.6)
-    _draw_rows(figure.add_axes((0.02, 0.04, 0.47, 0.82)))
-    _draw_states(figure.add_axes((0.575, 0.17, 0.405, 0.69)))
+def draw(width: float) -> Figure:
+    """The rows of each rank, then the bytes of one rank, moment after moment."""
+    panels = [Panel(0.16, 0.1, 3.85, 2.95, 0.14), Panel(4.72, 0.68, 3.32, 2.48, 0.61)]
+    figure, (rows, states) = lay_out(width, 3.6, panels)
+    _draw_rows(rows)
+    _draw_states(states)
     return figure
 
 
@@ -88,7 +89,14 @@ def _draw_states(axes: Axes) -> None:
         axes.bar(index, nbytes, 1, shard, align="edge", **style.filled(style.look_of_kind("unsharded_param")))
         middle = index + 0.5, shard + max(nbytes / 2, most * 0.12)
         face = style.YELLOW if nbytes else style.WHITE
-        say(axes, middle, f"whole\n{nbytes} B", ha="center", color=style.BLACK, path_effects=[style.Rim(0.0, face)])
+        say(
+            axes,
+            middle,
+            f"whole\n{nbytes} B",
+            ha="center",
+            color=style.BLACK,
+            path_effects=[style.Rim(0.0, face)],
+        )
         if verb:
             top = (1.3 if index % 2 else 1.18) * (shard + most)
             arrow(axes, (index, top), (index, shard + most * 1.04), style.GREYS[2], 1.0)

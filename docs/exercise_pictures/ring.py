@@ -10,20 +10,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hwfsdp.comm import ring
-from exercise_pictures.drawing import arrow, box, caption, clear, headline, name_ranks
+from exercise_pictures.drawing import Panel, arrow, box, clear, headline, lay_out, name_ranks
 from hwfsdp.launcher.launch import launch
-from hwfsdp.plot import sheet, style
+from hwfsdp.plot import style
 from hwfsdp.plot.style import Axes, Figure
 
 RANKS, BLOCKS = 4, "abcd"
+TEXTS = (
+    "A color is the rank that gave the part, or the piece. Pieces with the same letter are added up.",
+    f"In each of W − 1 = {RANKS - 1} rounds, each rank sends once. What leaves at the right enters at the left.",
+)
 PITCH, ROW = 5.0, 2.3  # from one rank to the next, from one step to the next; a block is 1 wide
 
 
-def draw() -> Figure:
-    """Left an all-gather, right a reduce-scatter; a row is a step, a column is a rank."""
+def draw(width: float) -> Figure:
+    """An all-gather, then a reduce-scatter; a row is a step, a column is a rank."""
     walks = launch(walk, RANKS)
-    figure = sheet.new_figure(sheet.PAGE, 3.8)
-    left, right = (figure.add_axes((x, 0.12, 0.42, 0.73)) for x in (0.075, 0.575))
+    figure, (left, right) = lay_out(
+        width, 3.8, [Panel(x, 0.56, 3.44, 2.77, 0.46) for x in (0.62, 4.72)], TEXTS
+    )
     steps = ["start", *(f"round {step}" for step in range(1, RANKS))]
     _frame(left, "All-gather: parts are passed on", steps)
     _frame(right, "Reduce-scatter: sums are passed on", steps)
@@ -39,12 +44,6 @@ def draw() -> Figure:
             new = (receiver[step + 1] - receiver[step]).nonzero().item()
             _draw_arrow(left, rank, step, float(new) + 0.5, style.color_of(int(new)))
             _draw_arrow(right, rank, step, 2.0, style.GREYS[3])
-    texts = (
-        "A color is the rank that gave the part, or the piece. On the right, pieces with the same letter are added up.",
-        f"In each of W − 1 = {RANKS - 1} rounds, each rank sends once. What leaves at the right enters at the left.",
-    )
-    for line, text in enumerate(texts):
-        caption(figure, text, 0.075 - 0.048 * line, style.TEXT_SIZE)
     return figure
 
 

@@ -7,25 +7,24 @@ from itertools import product
 from torch.distributed.tensor import Placement, Shard
 
 from hwfsdp.compat import strided_shard
-from exercise_pictures.drawing import caption, cells, clear, say
+from exercise_pictures.drawing import Panel, cells, clear, lay_out, say
 from hwfsdp.layout.extents import nested_extent, orders_of_cuts
-from hwfsdp.plot import sheet, style
+from hwfsdp.plot import style
 from hwfsdp.plot.style import Axes, Figure
 
 ROWS, MESH, NAMES = 7, (3, 2), ("fsdp", "tp")
 LINE, GAP = 2.1, 0.34  # from cut to cut; between pieces
 
 
-def draw() -> Figure:
-    """Left tensor parallelism cuts first, right FSDP does."""
-    figure = sheet.new_figure(sheet.PAGE, 3.8)
+def draw(width: float) -> Figure:
+    """First tensor parallelism cuts first, then FSDP does."""
     after: list[Placement] = [strided_shard(0, MESH[1]), Shard(0)]
     before: list[Placement] = [Shard(0), Shard(0)]
     titles = ("[StridedShard(0, split_factor=2), Shard(0)]", "[Shard(0), Shard(0)]")
-    for left, placements, title in zip((0.015, 0.515), (after, before), titles, strict=True):
-        _draw_cuts(figure.add_axes((left, 0.1, 0.47, 0.86)), placements, title)
-    text = "A color is a rank, (fsdp, tp). A dashed cell is a rank without rows: (2, 0) on the left, (2, 1) on the right."
-    caption(figure, text)
+    text = "A color is a rank, (fsdp, tp). A dashed cell is a rank without rows: (2, 0) if tp cuts first, (2, 1) if fsdp does."
+    figure, both = lay_out(width, 3.8, [Panel(x, 0.1, 3.85, 3.27, 0.38) for x in (0.12, 4.22)], [text])
+    for axes, placements, title in zip(both, (after, before), titles, strict=True):
+        _draw_cuts(axes, placements, title)
     return figure
 
 

@@ -73,7 +73,7 @@ def _start(trains: bool) -> Callable[[], None]:
     return step
 
 
-def draw_strips(strips: Mapping[str, Simulation]) -> Figure:
+def draw_strips(strips: Mapping[str, Simulation], width: float) -> Figure:
     """Draw one strip for each simulation, under its title, on one axis of time. A number in a bar is the block's."""
     logs = {}
     for title, simulation in strips.items():
@@ -81,7 +81,7 @@ def draw_strips(strips: Mapping[str, Simulation]) -> Figure:
         name = f"{title}: {exposed:.1f} ms exposed, {simulation.peak_allocated_gib:.2f} GiB"
         of_blocks = [_before(event) for event in simulation.log.events if event.owner.isdecimal()]
         logs[name] = EventLog(of_blocks)
-    return plot_comparison(logs)
+    return plot_comparison(logs, width=width)
 
 
 def _before(event: Event) -> Event:

@@ -36,7 +36,7 @@ def start() -> Callable[[], None]:
     return step
 
 
-def draw() -> Figure:
+def draw(width: float) -> Figure:
     log = simulate(start, RANKS, DEVICE).log
     head = sheet.head(
         "Whole parameters of the layers of rank 0, over one step",
@@ -48,10 +48,10 @@ def draw() -> Figure:
             sheet.key(style.look_of_op("backward"), "its backward"),
             sheet.line_key("freed", color=style.GREYS[3], marker="v", linestyle="none"),
         ],
-        sheet.PAGE - LEFT - sheet.MARGIN,
+        width - sheet.head_left(width, LEFT) - sheet.MARGIN,
     )
-    figure = head.figure(sheet.PAGE, LAYERS * ROW + BELOW, LEFT)
-    axes = sheet.axes_at(figure, LEFT, BELOW, sheet.PAGE - LEFT - sheet.MARGIN, LAYERS * ROW)
+    figure = head.figure(width, LAYERS * ROW + BELOW, sheet.head_left(width, LEFT))
+    axes = sheet.axes_at(figure, LEFT, BELOW, width - LEFT - sheet.MARGIN, LAYERS * ROW)
     begin = min(e.start_us for e in log.events)
     for layer in range(LAYERS):
         _draw_layer(axes, log, layer, begin)

@@ -61,7 +61,9 @@ def laid_out(model: nn.Module) -> list[LaidOut]:
     return [LaidOut(fqn, tuple(p.shape), tuple(p.placements)) for fqn, p in params]
 
 
-def plot_sharding(parameters: Sequence[LaidOut], mesh: Mapping[str, int]) -> Figure:
+def plot_sharding(
+    parameters: Sequence[LaidOut], mesh: Mapping[str, int], *, width: float = sheet.PAGE
+) -> Figure:
     """Draw a line per parameter: its map, and a cell per rank with the rank's rows and padding.
 
     Args:
@@ -69,36 +71,39 @@ def plot_sharding(parameters: Sequence[LaidOut], mesh: Mapping[str, int]) -> Fig
         mesh: name → number of ranks along each axis, outermost first: {"shard": 4}, {"replicate": 2, "shard": 2},
             {"dp": 2, "tp": 2}. FSDP cuts and pads its chunks along the only axis, or along the axis with the name "shard", "fsdp"
             or "dp".
+        width: the most inches of the picture. On a narrow one, a parameter's name, map and cells stand below each other.
 
     Raises:
         UsageError: no parameters, a parameter without dimensions, more than 64 ranks, no such axis, or placements that
             do not fit the mesh (see `layout`).
     """
     _check(parameters, mesh)
-    axis = _fsdp_axis(mesh)
-    ranks = prod(mesh.values())
+    axis, ranks, is_narrow = _fsdp_axis(mesh), prod(mesh.values()), width < sheet.PAGE
     names = sheet.column_of((p.name for p in parameters), style.TEXT_SIZE, _MOST_FOR_NAMES)
-    left = sheet.MARGIN + names + 0.15
-    cell = min(_CELL, (sheet.PAGE - left - _MAP - _GAP - sheet.MARGIN) / ranks)
-    width = left + _MAP + _GAP + ranks * cell + sheet.MARGIN
-    head = sheet.head(_title(mesh), _text(parameters), _keys(), width - left - sheet.MARGIN)
-    rows = len(parameters) * _LINE
-    figure = head.figure(width, _RANK_NAMES + rows + sheet.MARGIN, left)
-    maps = sheet.axes_at(figure, left, sheet.MARGIN, _MAP, rows)
-    sheet.bare(maps, 1.0, len(parameters))
-    maps.set_yticks(
-        [line + 0.45 for line in range(len(parameters))],
-        [sheet.fitting(p.name, style.TEXT_SIZE, names) for p in parameters],
-    )
-    at = left + _MAP + _GAP
-    cells = sheet.axes_at(figure, at, sheet.MARGIN, ranks * cell, rows)
-    sheet.bare(cells, ranks, len(parameters))
+    left = sheet.MARGIN if is_narrow else sheet.MARGIN + names + 0.15
+    at = left if is_narrow else left + _MAP + _GAP  # where the cells begin
+    cell = min(_CELL, (width - at - sheet.MARGIN) / ranks)
+    full = width if is_narrow else at + ranks * cell + sheet.MARGIN
+    head = sheet.head(_title(mesh), _text(parameters, is_narrow), _keys(), full - left - sheet.MARGIN)
+    lines = len(parameters) * (3 if is_narrow else 1)  # of a name, a map and cells
+    figure = head.figure(full, _RANK_NAMES + lines * _LINE + sheet.MARGIN, left)
+    maps = sheet.axes_at(figure, left, sheet.MARGIN, ranks * cell if is_narrow else _MAP, lines * _LINE)
+    cells = sheet.axes_at(figure, at, sheet.MARGIN, ranks * cell, lines * _LINE)
+    sheet.bare(maps, 1.0, lines)
+    sheet.bare(cells, ranks, lines)
+    cells.patch.set_visible(False)
     _name_ranks(cells, ranks, cell)
-    for line, parameter in enumerate(parameters):
+    if not is_narrow:
+        fitted = [sheet.fitting(p.name, style.TEXT_SIZE, names) for p in parameters]
+        maps.set_yticks([line + 0.45 for line in range(lines)], fitted)
+    for place, parameter in enumerate(parameters):
         parts, cut = _parts(parameter, mesh, axis), _cut(parameter, axis)
-        _draw_map(maps, line, parameter.shape, parts, cut)
+        of_map, of_cells = (3 * place + 1, 3 * place + 2) if is_narrow else (place, place)
+        if is_narrow:
+            sheet.say(maps, 0.0, 3 * place + 0.7, parameter.name)
+        _draw_map(maps, of_map, parameter.shape, parts, cut)
         for rank, part in enumerate(parts):
-            _draw_cell(cells, line, rank, part, cut, cell)
+            _draw_cell(cells, of_cells, rank, part, cut, cell)
     return figure
 
 
@@ -160,9 +165,10 @@ def _title(mesh: Mapping[str, int]) -> str:
     return f"Who holds what: {ranks} rank{'s' * (ranks > 1)}, {axes}"
 
 
-def _text(parameters: Sequence[LaidOut]) -> str:
+def _text(parameters: Sequence[LaidOut], is_narrow: bool) -> str:
     one = "1 parameter" if len(parameters) == 1 else f"{len(parameters)} parameters"
-    return f"{one}; left: whole tensors, by owner; right: what each rank holds"
+    whole, held = ("above", "below it") if is_narrow else ("left", "right")
+    return f"{one}; {whole}: whole tensors, by owner; {held}: what each rank holds"
 
 
 def _keys() -> list[Patch]:

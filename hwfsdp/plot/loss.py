@@ -25,21 +25,22 @@ _WIDEST, _THINNEST = 7.0, 1.6  # points
 _LOOKS_EQUAL = 0.005  # of the range of all curves: about the width of a line
 
 
-def plot_losses(curves: Mapping[str, Sequence[float]]) -> Figure:
+def plot_losses(curves: Mapping[str, Sequence[float]], *, width: float = sheet.PAGE) -> Figure:
     """Draw the loss by step, one curve per name. The first curve is the widest and lies below the others.
 
     Args:
         curves: name → loss of steps 0, 1, …; lengths may differ. A loss that is not finite leaves a gap.
+        width: of the picture, in inches.
 
     Raises:
         UsageError: there are no curves, or a curve has no values.
     """
     _check(curves)
     figure = Figure(
-        figsize=(sheet.PAGE, 4.6), dpi=sheet.DPI, layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15)
+        figsize=(width, 4.6), dpi=sheet.DPI, layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15)
     )
     axes = figure.add_subplot()
-    labels = _labels(curves)
+    labels = {name: "\n".join(sheet.broken(label, 0.6 * width)) for name, label in _labels(curves).items()}
     for place, (name, curve) in enumerate(curves.items()):
         _draw(axes, curve, labels[name], place, len(curves))
     style.open_frame(axes)

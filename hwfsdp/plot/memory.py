@@ -35,7 +35,11 @@ COME_AND_GO = ("unsharded_param", "unsharded_grad", "all_gather_buffer", "reduce
 
 _LEFT, _BOTTOM = 0.75, 0.55  # inches
 _ONE, _OF_SEVERAL = 2.9, 1.7  # height in inches of a single panel, and of one of several
-_ABOVE, _STRIP = 0.5, 0.17  # inches above a panel, and the part of them for the strip of phases
+_ABOVE, _STRIP, _LINE = (
+    0.5,
+    0.17,
+    0.17,
+)  # inches: above a panel; of them for the strip of phases; of a second line
 _DASHES = ((5, 3), (2, 2), (8, 2, 2, 2), (1, 1))  # of expected values, in their order
 
 
@@ -87,6 +91,7 @@ def plot_memory(
     title: str = "",
     text: str = "",
     in_order: bool = False,
+    width: float = sheet.PAGE,
 ) -> Figure:
     """Draw stacked areas of bytes by kind, and the peak of their sum. Kinds that are always zero are left out.
 
@@ -98,6 +103,7 @@ def plot_memory(
         kinds: the kinds to draw; by default all.
         title, text: of the picture; by default they say whose memory this is.
         in_order: draw one sample after the other with equal widths, instead of on an axis of time.
+        width: of the picture, in inches.
 
     Raises:
         UsageError: the rank has no samples, or no bytes in any of them.
@@ -108,23 +114,26 @@ def plot_memory(
     most = max(stack.peak[1] for stack in stacks.values())
     expected = expected or {}
     highest = max(most, *(max(s.bases) + n for s in stacks.values() for n in (0, *expected.values())))
-    unit, width = style.byte_unit(highest), sheet.PAGE - _LEFT - sheet.MARGIN
+    unit, inner = style.byte_unit(highest), width - _LEFT - sheet.MARGIN
     title = title or f"Memory of rank {rank} without activations: at most {style.format_bytes(most)} at once"
     text = text or ("" if len(stacks) > 1 else "Bytes at the peak, by kind:")
-    head = sheet.head(title, text, [*_keys(stacks), *_line_keys(expected)], width)
+    left = sheet.head_left(width, _LEFT)
+    keys = [*_keys(stacks), *_line_keys(expected)]
+    head = sheet.head(title, text, keys, width - left - sheet.MARGIN)
     panel = _ONE if len(stacks) == 1 else _OF_SEVERAL
-    bottom = _BOTTOM + len(stacks) * (_ABOVE + panel) - 0.15
-    figure = head.figure(sheet.PAGE, bottom, _LEFT)
+    above = _ABOVE + _LINE * any(_is_long(name, inner) for name in stacks)
+    bottom = _BOTTOM + len(stacks) * (above + panel) - 0.15
+    figure = head.figure(width, bottom, left)
     begin, end = 0.0, max(s.times[-1] for s in stacks.values())
     for name, stack in stacks.items():
-        bottom -= _ABOVE + panel
-        axes = sheet.axes_at(figure, _LEFT, bottom + 0.15, width, panel)
+        bottom -= above + panel
+        axes = sheet.axes_at(figure, _LEFT, bottom + 0.15, inner, panel)
         axes.set_xlim(begin / 1e3, end / 1e3)
         _frame(axes, highest, unit, f"bytes alive [{unit.name}]" if not name else unit.name)
         axes.tick_params(axis="x", labelbottom=False, bottom=not in_order)
         _draw_areas(axes, stack, unit)
         _draw_expected(axes, stack, expected, unit)
-        _draw_phases(axes, stack.phases, 1e3 * width / (end - begin), panel)
+        _draw_phases(axes, stack.phases, 1e3 * inner / (end - begin), panel)
         _draw_peak(axes, stack, unit, name, timed=not in_order)
     axes.tick_params(axis="x", labelbottom=not in_order)
     since = "the first event" if len(stacks) == 1 else "each run's first event"
@@ -236,7 +245,15 @@ def _draw_peak(axes: Axes, stack: _Stack, unit: style.ByteUnit, name: str, timed
     said = f"peak: {style.format_bytes(nbytes)}" + (f" at {style.format_ms(us)}" if timed else "")
     sheet.note(axes, said, (1.0, 1.0), (0, above), ha="right", **more)
     if name:
+        width = axes.bbox.width / sheet.DPI  # inches
+        above += _LINE * style.POINTS_PER_INCH * _is_long(name, width)
         sheet.note(axes, name, (0.0, 1.0), (0, above), ha="left", weight="bold", **more)
+
+
+def _is_long(name: str, width: float) -> bool:
+    """True if a panel of `width` inches has no room for its name beside its peak."""
+    peak = "peak: 1.23 GiB at 1234 ms"
+    return sheet.inches(name, 1.15 * style.TEXT_SIZE) + sheet.inches(peak, style.TEXT_SIZE) > width
 
 
 def _draw_expected(axes: Axes, stack: _Stack, expected: Mapping[str, int], unit: style.ByteUnit) -> None:

@@ -51,36 +51,42 @@ def points_of(simulations: Iterable[Simulation]) -> list[ScalingPoint]:
     ]
 
 
-def plot_scaling(points: Sequence[ScalingPoint], *, title: str = "Scaling", caption: str = "") -> Figure:
+def plot_scaling(
+    points: Sequence[ScalingPoint], *, title: str = "Scaling", caption: str = "", width: float = sheet.PAGE
+) -> Figure:
     """Draw tokens per second and GPU with the ideal line, and step time, memory and exposed communication.
 
     Args:
         points: one per number of GPUs.
         title: the model and the machine. caption: what the numbers leave out; a long caption is broken into lines.
+        width: of the picture, in inches. On a narrow one, the small panels stand below the large one.
 
     Raises:
         UsageError: there are no points, two points for one number of GPUs, or a number that is negative or not finite.
     """
     _check(points)
     ordered = sorted(points, key=lambda p: p.gpus)
-    inner = sheet.PAGE - _LEFT - sheet.MARGIN
+    left, is_narrow = sheet.head_left(width, _LEFT), width < sheet.PAGE
+    inner = width - left - sheet.MARGIN
     head = sheet.head(title, _text(ordered), _keys(), inner)
     lines = sheet.broken(caption, inner)
     bottom = _BOTTOM + (0.15 + len(lines) * _CAPTION_LINE if lines else 0.0)
-    figure = head.figure(sheet.PAGE, _HEIGHT + bottom, _LEFT)
-    large = sheet.axes_at(figure, _LEFT, bottom, _LARGE, _HEIGHT)
+    height = 2 * _HEIGHT + _BOTTOM + _ROW_GAP if is_narrow else _HEIGHT
+    figure = head.figure(width, height + bottom, left)
+    size = (width - _LEFT - _RIGHT if is_narrow else _LARGE, _HEIGHT)
+    large = sheet.axes_at(figure, _LEFT, bottom + height - _HEIGHT, *size)
     _draw_speed(large, ordered)
     large.set_xlabel("GPUs", fontsize=style.TEXT_SIZE)
     large.set_ylabel("tokens per second and GPU", fontsize=style.TEXT_SIZE)
-    _draw_panels(figure, bottom, ordered)
+    _draw_panels(figure, _LEFT if is_narrow else _LEFT + _LARGE + _BETWEEN, bottom, ordered)
     for line, text in enumerate(reversed(lines)):
-        sheet.write(figure, _LEFT, sheet.MARGIN / 2 + line * _CAPTION_LINE, text, "caption")
+        sheet.write(figure, left, sheet.MARGIN / 2 + line * _CAPTION_LINE, text, "caption")
     return figure
 
 
-def _draw_panels(figure: Figure, bottom: float, points: Sequence[ScalingPoint]) -> None:
-    """Draw the three small panels, one below the other, at the right."""
-    height, left = (_HEIGHT - 2 * _ROW_GAP) / 3, _LEFT + _LARGE + _BETWEEN
+def _draw_panels(figure: Figure, left: float, bottom: float, points: Sequence[ScalingPoint]) -> None:
+    """Draw the three small panels, one below the other, from `left` to the right edge."""
+    height = (_HEIGHT - 2 * _ROW_GAP) / 3
     panels: tuple[tuple[str, Callable[[ScalingPoint], float]], ...] = (
         ("seconds per step", lambda p: p.step_seconds),
         ("GiB reserved on a GPU", lambda p: p.memory_gib),
@@ -88,7 +94,7 @@ def _draw_panels(figure: Figure, bottom: float, points: Sequence[ScalingPoint]) 
     )
     for row, (name, value) in enumerate(panels):
         y = bottom + (2 - row) * (height + _ROW_GAP)
-        axes = sheet.axes_at(figure, left, y, sheet.PAGE - left - _RIGHT, height)
+        axes = sheet.axes_at(figure, left, y, figure.get_figwidth() - left - _RIGHT, height)
         _draw_panel(axes, points, name, value)
         axes.tick_params(axis="x", labelbottom=row == 2)
         axes.set_xlabel("GPUs" if row == 2 else "", fontsize=style.TEXT_SIZE)
@@ -165,7 +171,7 @@ def _frame(axes: Axes, gpus: Sequence[int], top: float) -> None:
     """Set the scales: numbers of GPUs in powers of two, and values from zero up."""
     axes.set_ylim(0.0, top)
     axes.set_xlim(gpus[0] / 1.25, gpus[-1] * 1.25)
-    room = axes.get_position().width * sheet.PAGE * style.POINTS_PER_INCH
+    room = axes.bbox.width / sheet.DPI * style.POINTS_PER_INCH
     per_octave = room / math.log2(1.25**2 * gpus[-1] / gpus[0])  # points
     shown = [gpus[0]]
     for count in gpus:  # as many as fit beside each other

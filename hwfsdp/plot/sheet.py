@@ -22,10 +22,14 @@ from typing import Any
 from hwfsdp.plot import style
 from hwfsdp.plot.style import Artist, Axes, Figure, Image, Line2D, Patch, Rectangle
 
-PAGE, MARGIN = 8.2, 0.2  # inches
+PAGE, PHONE, MARGIN = (
+    8.2,
+    4.05,
+    0.2,
+)  # inches; at the width of a phone, an inch has as many pixels as on a page
 DPI = 180  # pixels per inch: two for each pixel of a page
 _COLORS = 128  # of a file: more than a reader can tell apart, at a third of the bytes
-_TITLE_BASELINE, _TEXT_LINE, _KEY_LINE = 0.30, 0.17, 0.20  # inches
+_TITLE_BASELINE, _TITLE_LINE, _TEXT_LINE, _KEY_LINE = 0.30, 0.22, 0.17, 0.16  # inches
 _KEY_SIZE = style.TEXT_SIZE - 1.0  # points
 _KEY_SPACING, _KEY_HANDLE, _KEY_PAD = 1.3, 1.8, 0.8  # in sizes of a key's letters (`_KEY_SIZE`)
 
@@ -35,10 +39,10 @@ class Head:
     """The head above a picture.
 
     Attributes:
-        title: one line. lines: the text below the title. keys: the legend below the text. columns: of the legend.
+        titles: the lines of the title. lines: the text below it. keys: the legend below the text. columns: of the legend.
     """
 
-    title: str
+    titles: tuple[str, ...]
     lines: tuple[str, ...]
     keys: tuple[Artist, ...]
     columns: int
@@ -47,7 +51,10 @@ class Head:
     def height(self) -> float:
         """Height in inches, including the gap below."""
         rows = -(-len(self.keys) // self.columns)
-        return _TITLE_BASELINE + _TEXT_LINE * len(self.lines) + _KEY_LINE * rows + 0.2
+        more = _TITLE_LINE * (len(self.titles) - 1)
+        return (
+            _TITLE_BASELINE + more + _TEXT_LINE * len(self.lines) + _KEY_LINE * rows + (0.24 if rows else 0.2)
+        )
 
     def figure(self, width: float, below: float, left: float = MARGIN) -> Figure:
         """Make a sheet with this head, which begins `left` inches from the left edge, and `below` inches below it."""
@@ -59,9 +66,9 @@ class Head:
         """Draw the head at the top of the sheet, `left` inches from its left edge."""
         width, height = figure.get_figwidth(), figure.get_figheight()
         baseline = height - _TITLE_BASELINE
-        write(
-            figure, left, baseline, self.title, "title", size=style.TITLE_SIZE, color="black", weight="bold"
-        )
+        for title in self.titles:
+            baseline -= 0.0 if title is self.titles[0] else _TITLE_LINE
+            write(figure, left, baseline, title, "title", size=style.TITLE_SIZE, color="black", weight="bold")
         for line in self.lines:
             baseline -= _TEXT_LINE + (0.03 if line is self.lines[0] else 0.0)
             write(figure, left, baseline, line, "text")
@@ -84,12 +91,17 @@ class Head:
 
 
 def head(title: str, text: str, keys: Sequence[Artist], width: float) -> Head:
-    """Make the head of a picture, at most `width` inches wide: break its text into lines, and set its keys in columns."""
+    """Make the head of a picture, at most `width` inches wide: break its title and text into lines, and set its keys in columns."""
     labels = [str(key.get_label()) for key in keys]
     columns = next((n for n in range(len(keys), 1, -1) if _width_of_keys(labels, n) <= width), 1)
-    return Head(
-        fitting(title, style.TITLE_SIZE * 1.1, width), tuple(broken(text, width)), tuple(keys), columns
-    )
+    bold = style.TITLE_SIZE * 1.1
+    titles = tuple(fitting(line, bold, width) for line in broken(title, width, bold))
+    return Head(titles, tuple(broken(text, width)), tuple(keys), columns)
+
+
+def head_left(width: float, left: float) -> float:
+    """Return where the head of a picture begins: above the axes, which begin at `left`, or at the edge of a picture for phones."""
+    return left if width >= PAGE else MARGIN
 
 
 def _width_of_keys(labels: Sequence[str], columns: int) -> float:
@@ -196,12 +208,12 @@ def inches(text: str, size: float) -> float:
     return 1.09 * style.text_width(text, size) / style.POINTS_PER_INCH
 
 
-def broken(text: str, width: float) -> list[str]:
-    """Break `text` between words into lines of at most `width` inches."""
+def broken(text: str, width: float, size: float = style.TEXT_SIZE) -> list[str]:
+    """Break `text` between words into lines of at most `width` inches, in letters of `size` points."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word
-        if lines and inches(longer, style.TEXT_SIZE) <= width:
+        if lines and inches(longer, size) <= width:
             lines[-1] = longer
         else:
             lines.append(word)

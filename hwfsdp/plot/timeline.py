@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
@@ -32,11 +32,14 @@ from hwfsdp.plot.style import Artist, Axes, FancyArrowPatch, Figure
 
 MAX_ARROWS = 120  # per rank; with more, they hide the bars
 LEFT, _BOTTOM, _ROW_INCHES = 1.3, 0.55, 0.30  # inches
-WIDTH = sheet.PAGE - LEFT - sheet.MARGIN  # of a band, in inches
 _ROW_HEIGHT = {"compute": 1.7, "copy": 0.6}  # in rows; other streams have 1.0
 _BAR, _INNER = 0.84, 0.74  # share of a row that a bar fills; share of a bar that an inner bar fills
 _PALE = 0.68  # how much white is mixed into an outer span
-_GAP, _CAPTION = 0.14, 0.28  # inches above a band
+_GAP, _CAPTION, _LINE = (
+    0.14,
+    0.28,
+    0.17,
+)  # inches: above a band, above a band with a name, of a further line of the name
 
 
 # --- Which events --------------------------------------------------------------------------------------------
@@ -67,12 +70,15 @@ def name_of_steps(events: list[Event]) -> str:
 # --- Ranks of a run -----------------------------------------------------------------------------------------
 
 
-def plot_timeline(log: EventLog, *, step: int | None = None, title: str = "") -> Figure:
+def plot_timeline(
+    log: EventLog, *, step: int | None = None, title: str = "", width: float = sheet.PAGE
+) -> Figure:
     """Draw a band per rank, a row per stream, a bar per event, an arrow per dependency.
 
     Args:
         step: draw only events of this optimizer step (`Event.step`); by default the whole recording.
         title: title of the picture; by default it names the ranks and steps.
+        width: of the picture, in inches.
 
     Raises:
         UsageError: nothing is left to draw.
@@ -82,10 +88,10 @@ def plot_timeline(log: EventLog, *, step: int | None = None, title: str = "") ->
     ranks = by_rank([e.changed(start_us=e.start_us - start) for e in events])
     words = Words(title or _title(events), _subtitle(events, log), "ms since the first event")
     gaps = [0.0, *[_GAP] * (len(ranks) - 1)]
-    figure, bands = draw_bands(words, list(ranks.values()), gaps)
+    figure, bands = draw_bands(words, list(ranks.values()), gaps, width)
     for axes, (rank, of_rank) in zip(bands, ranks.items(), strict=True):
         axes.set_ylabel(f"rank {rank}", fontsize=style.TEXT_SIZE, weight="bold")
-        axes.yaxis.set_label_coords(-1.06 / WIDTH, 0.5)
+        axes.yaxis.set_label_coords(-1.06 / band_width(width), 0.5)
         _draw_step_ends(axes, of_rank, named=axes is bands[0])
     return figure
 
@@ -122,12 +128,15 @@ def _subtitle(events: Sequence[Event], log: EventLog) -> str:
 # --- Runs ---------------------------------------------------------------------------------------------------
 
 
-def plot_comparison(logs: Mapping[str, EventLog], *, rank: int = 0, step: int | None = None) -> Figure:
+def plot_comparison(
+    logs: Mapping[str, EventLog], *, rank: int = 0, step: int | None = None, width: float = sheet.PAGE
+) -> Figure:
     """Draw a band per run on one axis of time. Time 0 is the first event of each run.
 
     Args:
         logs: name → log, in the order from top to bottom. The lengths of all runs are compared with the length of the first.
         rank: the rank to draw of each run. step: the optimizer step to draw; by default the whole recording.
+        width: of the picture, in inches.
 
     Raises:
         UsageError: there are no logs, or the rank or the step has no events in one of them.
@@ -139,14 +148,18 @@ def plot_comparison(logs: Mapping[str, EventLog], *, rank: int = 0, step: int | 
     runs = {name: _from_zero(log, name, rank, step) for name, log in logs.items()}
     what = name_of_steps([e for events in runs.values() for e in events])
     title = f"{_list(list(runs))}: {what} of rank {rank}"
-    if sheet.inches(title, 1.1 * style.TITLE_SIZE) > WIDTH:
+    if sheet.inches(title, 1.1 * style.TITLE_SIZE) > width - sheet.head_left(width, LEFT) - sheet.MARGIN:
         title = f"{len(runs)} runs: {what} of rank {rank}"  # each band has its name
     words = Words(title, "", "ms since the run's first event")
-    figure, bands = draw_bands(words, list(runs.values()), [_CAPTION] * len(runs))
     ends = {name: max(e.end_us for e in events) for name, events in runs.items()}
-    for axes, (name, end) in zip(bands, ends.items(), strict=True):
+    captions = [
+        _caption(name, end, next(iter(ends.values())), band_width(width)) for name, end in ends.items()
+    ]
+    above = [_CAPTION + _LINE * (len(caption.names) - caption.is_beside) for caption in captions]
+    figure, bands = draw_bands(words, list(runs.values()), above, width)
+    for axes, end, caption in zip(bands, ends.values(), captions, strict=True):
         _draw_end(axes, end)
-        _draw_caption(axes, name, end, next(iter(ends.values())))
+        _draw_caption(axes, caption)
     return figure
 
 
@@ -166,17 +179,34 @@ def _draw_end(axes: Axes, end: float) -> None:
     line.set(clip_on=False, zorder=4.5)
 
 
-def _draw_caption(axes: Axes, name: str, end: float, first: float) -> None:
-    """Write the run's name and length above its band."""
-    text = style.format_ms(end)
+class _Caption(NamedTuple):
+    """The words above a band: the lines of its name, and its length, which stands beside them if there is room."""
+
+    names: list[str]
+    length: str
+    is_beside: bool
+
+
+def _caption(name: str, end: float, first: float, width: float) -> _Caption:
+    """Make the caption of a run that ends at `end` µs, over a band of `width` inches. The first run ends at `first`."""
+    length, bold = style.format_ms(end), style.TEXT_SIZE * 1.15
     if end != first:
-        text += f", {abs(end - first) / first:.0%} {'longer' if end > first else 'shorter'}"
-    room = WIDTH - sheet.inches(text, style.TEXT_SIZE) - 0.4
-    name = sheet.fitting(name, style.TEXT_SIZE * 1.15, room)
-    for x, words, more in ((0.0, name, {"ha": "left", "weight": "bold"}), (1.0, text, {"ha": "right"})):
-        sheet.note(
-            axes, words, (x, 1.0), (0, 4), xycoords="axes fraction", va="bottom", color="black", **more
-        )
+        length += f", {abs(end - first) / first:.0%} {'longer' if end > first else 'shorter'}"
+    room = width - sheet.inches(length, style.TEXT_SIZE) - 0.4
+    is_beside = sheet.inches(name, bold) <= room
+    lines = [name] if is_beside else sheet.broken(name, width, bold)
+    return _Caption([sheet.fitting(line, bold, width) for line in lines], length, is_beside)
+
+
+def _draw_caption(axes: Axes, caption: _Caption) -> None:
+    """Write the run's name and length above its band."""
+    more: dict[str, Any] = {"xycoords": "axes fraction", "va": "bottom", "color": "black"}
+    lines = [*caption.names, *([] if caption.is_beside else [""])]
+    for place, line in enumerate(reversed(lines)):
+        at = 4 + place * _LINE * style.POINTS_PER_INCH
+        sheet.note(axes, line, (0.0, 1.0), (0, at), ha="left", weight="bold", **more)
+    x, ha = (1.0, "right") if caption.is_beside else (0.0, "left")
+    sheet.note(axes, caption.length, (x, 1.0), (0, 4), ha=ha, **more)
 
 
 # --- Bands --------------------------------------------------------------------------------------------------
@@ -206,19 +236,25 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class _Lanes:
-    """The scales that all bands share: the window in µs, the rows by stream, their total height."""
+    """The scales that all bands share: the window in µs, the rows by stream, their total height, and the width in inches."""
 
     start: float
     end: float
     rows: dict[str, _Row]
     height: float
+    width: float
 
     @property
     def points_per_us(self) -> float:
-        return WIDTH * style.POINTS_PER_INCH / (self.end - self.start)
+        return self.width * style.POINTS_PER_INCH / (self.end - self.start)
 
 
-def _lanes_of(events: Sequence[Event]) -> _Lanes:
+def band_width(width: float) -> float:
+    """Return the width of a band in a picture, both in inches."""
+    return width - LEFT - sheet.MARGIN
+
+
+def _lanes_of(events: Sequence[Event], width: float) -> _Lanes:
     """Make rows for the streams of these events, over the time from the first event to the last."""
     rows, top = {}, 0.0
     for stream in STREAMS:
@@ -226,25 +262,29 @@ def _lanes_of(events: Sequence[Event]) -> _Lanes:
             height = _ROW_HEIGHT.get(stream, 1.0)
             rows[stream] = _Row(top + height / 2, height * _BAR)
             top += height
-    return _Lanes(min(e.start_us for e in events), max(e.end_us for e in events), rows, top)
+    return _Lanes(min(e.start_us for e in events), max(e.end_us for e in events), rows, top, width)
 
 
-def draw_bands(words: Words, bands: Sequence[Sequence[Event]], above: Sequence[float]) -> Bands:
+def draw_bands(
+    words: Words, bands: Sequence[Sequence[Event]], above: Sequence[float], width: float = sheet.PAGE
+) -> Bands:
     """Draw bands one below the other, on one axis of time.
 
     Args:
         bands: for each band, the events of one rank. above: for each band, the free inches above it.
+        width: of the picture, in inches.
     """
     shown = [event for events in bands for event in events]
-    lanes = _lanes_of(shown)
+    lanes = _lanes_of(shown, band_width(width))
     missing = sum(map(_arrows_left_out, bands))
-    head = sheet.head(words.title, words.text, _keys_of(bands, missing), WIDTH)
+    left = sheet.head_left(width, LEFT)
+    head = sheet.head(words.title, words.text, _keys_of(bands, missing), width - left - sheet.MARGIN)
     height = lanes.height * _ROW_INCHES
     bottom = _BOTTOM + sum(above) + len(bands) * height
-    figure, drawn = head.figure(sheet.PAGE, bottom, LEFT), []
+    figure, drawn = head.figure(width, bottom, left), []
     for events, gap in zip(bands, above, strict=True):
         bottom -= gap + height
-        axes = sheet.axes_at(figure, LEFT, bottom, WIDTH, height)
+        axes = sheet.axes_at(figure, LEFT, bottom, lanes.width, height)
         _frame_band(axes, lanes)
         _draw_band(axes, lanes, events)
         drawn.append(axes)

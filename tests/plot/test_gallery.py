@@ -44,9 +44,12 @@ def runs() -> gallery.Runs:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", gallery.PICTURES)
-def test_a_picture_of_a_real_run_has_its_texts_apart_and_on_the_sheet(name: str, runs: gallery.Runs) -> None:
-    figure = gallery.PICTURES[name](runs)
-    assert isinstance(figure, Figure) and figure.axes
+@pytest.mark.parametrize("width", [sheet.PAGE, sheet.PHONE], ids=["page", "phone"])
+def test_a_picture_of_a_real_run_has_its_texts_apart_and_on_the_sheet(
+    name: str, width: float, runs: gallery.Runs
+) -> None:
+    figure = gallery.PICTURES[name](runs, width)
+    assert isinstance(figure, Figure) and figure.axes and figure.get_figwidth() <= width + 1e-6
     assert_everything_is_on_the_sheet(figure)
     assert_can_be_read_on_a_page(figure)
 
@@ -80,6 +83,30 @@ def test_an_extreme_picture_has_its_texts_apart_and_on_the_sheet(name: str) -> N
     assert_can_be_read_on_a_page(figure)
 
 
+NARROW: dict[str, Callable[[float], Figure]] = {
+    "timeline": lambda width: plot_timeline(training_log(2, 1), title=f"A long title of {LONG}", width=width),
+    "comparison": lambda width: plot_comparison(
+        {"A name that needs two lines": training_log(1, 1), LONG: training_log(1, 2)}, width=width
+    ),
+    "memory": lambda width: plot_memory({"a name in a line": SAMPLES, "of its own": SAMPLES}, width=width),
+    "loss": lambda width: plot_losses(
+        {"a name that needs two lines": [3.0, 2.5], "b": [3.0, 2.5]}, width=width
+    ),
+    "grid": lambda width: plot_sharding(
+        [LaidOut("blocks.0.attention.qkv.weight", (384, 4), ROWS)], {"shard": 4}, width=width
+    ),
+    "scaling": lambda width: plot_scaling(points_of(6, 1e6), caption="Long " * 30, title="T", width=width),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_picture_for_phones_is_as_narrow_and_has_its_texts_apart_and_on_the_sheet(name: str) -> None:
+    figure = NARROW[name](sheet.PHONE)
+    assert figure.get_figwidth() == sheet.PHONE
+    assert_everything_is_on_the_sheet(figure)
+    assert_can_be_read_on_a_page(figure)
+
+
 LOG, ALLOCATION = training_log(1, 1), EventLog([event(0, "alloc", "compute", 0, 0)])
 REFUSED: list[tuple[Callable[[], Figure], str]] = [
     (lambda: plot_losses({}), "plot_losses: expected one or more curves"),
@@ -108,13 +135,18 @@ def test_a_log_that_cannot_be_drawn_is_refused_in_one_line() -> None:
 def test_the_page_shows_every_picture_once_and_each_is_there() -> None:
     shown = re.findall(r"!\[[^\]]+\]\(pictures/(\w+)\.png\)", (DOCS / "pictures.md").read_text())
     assert sorted(shown) == sorted(gallery.PICTURES)
-    there = {path.stem.removesuffix("_dark") for path in (DOCS / "pictures").glob("*.png")}
+    there = {
+        path.stem.removesuffix("_dark").removesuffix("_phone") for path in (DOCS / "pictures").glob("*.png")
+    }
     # tests/walks/test_faq.py tests the pictures of the FAQ
     assert {name for name in there if not name.startswith("faq_")} == set(shown)
 
 
 def test_the_files_of_the_documents_have_two_pixels_for_each_of_a_page() -> None:
     exercises = DOCS.parent / "exercises"
-    paths = [*(DOCS / "pictures").glob("*.png"), *exercises.glob("*/picture.png")]
+    paths = [*(DOCS / "pictures").glob("*.png"), *exercises.glob("*/picture*.png")]
     widths = {path: int.from_bytes(path.read_bytes()[16:20], "big") for path in paths}
-    assert {path: width for path, width in widths.items() if width != round(sheet.DPI * sheet.PAGE)} == {}
+    wanted = {
+        path: round(sheet.DPI * (sheet.PHONE if "_phone" in path.stem else sheet.PAGE)) for path in paths
+    }
+    assert {path: width for path, width in widths.items() if width != wanted[path]} == {}
