@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from pathlib import Path
 
 import papers
@@ -15,9 +14,8 @@ from performance import tables
 HERE = Path(__file__).parent
 PAGE, PICTURE = HERE / "tutorial.md", HERE / "path.png"
 PHASES = {"First the right numbers …": 4, "… then fewer bytes …": 3, "… then hidden communication": 3}  # → stations in the row
-COLUMNS, GAP = 4, 0.13  # in a row; between two boxes, in columns
-TITLE, HEIGHT, BELOW = 0.2, 0.43, 0.09  # of a row: its title, its boxes, the space below them, in columns
-LETTERS = 27  # in a line of text
+COLUMNS, GAP = 4, 0.13  # on a page; between two boxes, in columns. The boxes of a row share its columns
+TITLE, HEIGHT, BELOW = 0.19, 0.36, 0.1  # of a row: its title, its boxes, the space below them, in columns
 
 
 def stations(text: str) -> list[tuple[str, str]]:
@@ -28,30 +26,37 @@ def stations(text: str) -> list[tuple[str, str]]:
 
 
 def draw(text: str) -> Figure:
-    """Draw a row for each phase, with an arrow from each station to the next one."""
+    """Draw a row for each phase, with an arrow from each station to the next one, also from the last in a row to the first of the next row."""
     found, row = iter(stations(text)), TITLE + HEIGHT + BELOW
     figure = sheet.new_figure(sheet.PAGE, len(PHASES) * row * sheet.PAGE / COLUMNS)
     axes = sheet.axes_at(figure, 0.0, 0.0, sheet.PAGE, figure.get_figheight())
-    clear(axes, (-GAP / 2, COLUMNS - GAP / 2), (len(PHASES) * row, 0.0))
+    clear(axes, (-GAP, COLUMNS - GAP / 2), (len(PHASES) * row, 0.0))
     for place, (title, count) in enumerate(PHASES.items()):
         say(axes, (0.0, place * row + TITLE / 2), title, style.TEXT_SIZE + 1, color=style.BLACK, weight="bold")
+        width, middle = COLUMNS / count, place * row + TITLE + HEIGHT / 2
         for column in range(count):
-            _draw_station(axes, (float(column), place * row + TITLE), *next(found))
+            x = column * width
+            _draw_station(axes, (x, place * row + TITLE), width, *next(found))
             if column:
-                middle = place * row + TITLE + HEIGHT / 2
-                arrow(axes, (column - GAP, middle), (column, middle), style.GREYS[3])
+                arrow(axes, (x - GAP, middle), (x, middle), style.GREYS[3])
+        if place + 1 < len(PHASES):
+            end, below, left = COLUMNS - width / 2, (place + 1) * row - BELOW / 2, -0.6 * GAP
+            around = [(end, below - BELOW / 2), (end, below), (left, below), (left, middle + row)]
+            axes.plot(*zip(*around, strict=True), color=style.GREYS[3], linewidth=1.2)
+            arrow(axes, (left, middle + row), (0.0, middle + row), style.GREYS[3])
     return figure
 
 
-def _draw_station(axes: Axes, at: tuple[float, float], name: str, words: str) -> None:
+def _draw_station(axes: Axes, at: tuple[float, float], width: float, name: str, words: str) -> None:
     name, _, optional = name.partition(", ")
     x, y = at
     line = "--" if optional else "-"
-    box(axes, at, style.GREYS[0], size=(1.0 - GAP, HEIGHT), edgecolor=style.GREYS[2], linestyle=line)
+    box(axes, at, style.GREYS[0], size=(width - GAP, HEIGHT), edgecolor=style.GREYS[2], linestyle=line)
     title = f"{name} ({optional})" if optional else name
     say(axes, (x + 0.04, y + 0.07), title, style.TEXT_SIZE, color=style.BLACK, weight="bold")
-    lines = "\n".join(textwrap.wrap(words, LETTERS))
-    say(axes, (x + 0.04, y + 0.13), lines, style.SMALL_SIZE + 0.5, va="top", linespacing=1.3)
+    size, room = style.SMALL_SIZE + 0.5, (width - GAP - 0.06) * sheet.PAGE / (COLUMNS + GAP)
+    lines = "\n".join(sheet.broken(words, room, size))
+    say(axes, (x + 0.04, y + 0.13), lines, size, va="top", linespacing=1.3)
 
 
 if __name__ == "__main__":
