@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hwfsdp.virtual.run import Simulation
 
 _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _LARGE, _BETWEEN, _ROW_GAP = 4.0, 0.8, 0.3, 0.55, 4.4, 0.65, 0.34  # inches
-_CAPTION_LINE = 0.17  # inches
+_CAPTION_LINE, _SHARE = 0.17, 0.42  # inches: of a line of the caption; between the shares of two points
 
 
 class ScalingPoint(NamedTuple):
@@ -147,7 +147,8 @@ def _draw_speed(axes: Axes, points: Sequence[ScalingPoint]) -> None:
     curve: dict[str, Any] = {"color": style.BLUE, "markersize": 6, "linewidth": 1.8, "zorder": 3}
     axes.plot([p.gpus for p in points], speeds, "o-", gid="speed", **curve)
     rim = [style.Rim(3.0, style.WHITE)]
-    for point in points[:: -(-len(points) // 10)] if speeds[0] else ():
+    most = max(1, min(10, int(axes.bbox.width / sheet.DPI / _SHARE)))
+    for point in points[::-1][:: -(-len(points) // most)] if speeds[0] else ():
         if point is not points[0]:
             speed = point.tokens_per_second_per_gpu
             # Below a faster point, the dashed line would cross the text.

@@ -95,7 +95,7 @@ NARROW: dict[str, Callable[[float], Figure]] = {
     "grid": lambda width: plot_sharding(
         [LaidOut("blocks.0.attention.qkv.weight", (384, 4), ROWS)], {"shard": 4}, width=width
     ),
-    "scaling": lambda width: plot_scaling(points_of(6, 1e6), caption="Long " * 30, title="T", width=width),
+    "scaling": lambda width: plot_scaling(points_of(10, 1e6), caption="Long " * 30, title="T", width=width),
 }
 
 
