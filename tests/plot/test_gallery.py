@@ -88,7 +88,9 @@ NARROW: dict[str, Callable[[float], Figure]] = {
     "comparison": lambda width: plot_comparison(
         {"A name that needs two lines": training_log(1, 1), LONG: training_log(1, 2)}, width=width
     ),
-    "memory": lambda width: plot_memory({"a name in a line": SAMPLES, "of its own": SAMPLES}, width=width),
+    "memory": lambda width: plot_memory(
+        {"reduced after the last micro-batch": SAMPLES, "b": SAMPLES}, width=width
+    ),
     "loss": lambda width: plot_losses(
         {"a name that needs two lines": [3.0, 2.5], "b": [3.0, 2.5]}, width=width
     ),
