@@ -167,15 +167,15 @@ for ranks, by_rank in sent.items():
 # %%
 GB = 10**9
 print(
-    "GB sent by a rank for 1 GB   all-gather   all-reduce   all-reduce by way of rank 0"
+    "sent by a rank   all-gather   all-reduce   all-reduce by way of rank 0"
 )
 for ranks in (2, 4, 8, 64, 1000):
     gather_gb, reduce_gb = (
         on_the_wire(op, GB, ranks) / GB for op in ("all_gather", "all_reduce")
     )
     print(
-        f"{ranks:>21} ranks  {gather_gb:11.3f}  {reduce_gb:11.3f}   "
-        f"{ranks - 1:>10.3f} by rank 0, 1.000 by others"
+        f"{ranks:>8} ranks  {gather_gb:8.3f} GB  {reduce_gb:8.3f} GB   "
+        f"{ranks - 1:>8.3f} GB by rank 0, 1.000 by others"
     )
 
 # %% [markdown]

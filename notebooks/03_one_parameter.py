@@ -33,6 +33,8 @@ lesson.begin()
 # Four does not divide their numbers of rows, 7 and 2:
 
 # %%
+import textwrap
+
 import torch
 from torch import nn
 
@@ -201,7 +203,7 @@ with torch.no_grad():
 try:
     out.sum().backward()
 except RuntimeError as error:
-    print(str(error).partition(" Hint")[0])
+    print(textwrap.fill(str(error).partition(" Hint")[0], 80))
 
 # %% [markdown]
 # ## What the optimizer sees
@@ -230,8 +232,8 @@ def take_one_step():
 
 for rank, (shape, same, padded_shard) in enumerate(launch(take_one_step, 4)):
     print(
-        f"rank {rank}: rows {shape}, {'at' if same else 'not at'} the front of "
-        f"{padded_shard}"
+        f"rank {rank}: rows {shape}, {'at' if same else 'not at'} the front of\n"
+        f"    {padded_shard}"
     )
 
 # %% [markdown]

@@ -29,6 +29,8 @@ lesson.begin()
 # `fully_shard` does not change a module's forward. It registers two hooks: one runs before the forward, the other after it.
 
 # %%
+import textwrap
+
 import torch
 from torch import nn
 
@@ -268,7 +270,7 @@ def ways_in():
 
 
 for name, result in launch(ways_in, 2)[0].items():
-    print(f"{name:<28} {result}")
+    print(textwrap.fill(f"{name:<28} {result}", 80, subsequent_indent=" " * 29))
 
 # %% [markdown]
 # Only the first call and the registered one ran the hooks. The other calls found the weight as it is between forwards: a
@@ -291,7 +293,7 @@ def part_before_whole():
         return str(error)
 
 
-print(launch(part_before_whole, 2)[0])
+print(textwrap.fill(launch(part_before_whole, 2)[0], 80))
 
 # %% [markdown]
 # The module that runs first takes itself for the root. `ModuleList` and `ModuleDict` have no forward at all, so no hook would

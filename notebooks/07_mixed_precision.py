@@ -110,7 +110,7 @@ CLOSED = {
 for policy, log in logs.items():
     for op, moved in log.summary()["bytes_by_op"].items():
         closed = CLOSED[policy][op]
-        print(f"{policy:<25}{op:<16}{moved:>10,} B measured {closed:>10,} B closed form")
+        print(f"{policy:<25}{op:<16}{moved:>10,} B measured{closed:>10,} B")
 
 # %%
 totals = {name: sum(closed.values()) for name, closed in CLOSED.items()}
@@ -132,10 +132,10 @@ logs["model cast to bf16"] = launch(
     recorded_step, 2, MixedPrecisionPolicy(output_dtype=FP32), BF16
 )[0]
 kinds = ("sharded_param", "sharded_grad", "optimizer_state", "unsharded_param")
-print(f"{'most bytes of':<25}" + "".join(f"{kind:>17}" for kind in kinds))
+print(f"{'most bytes of':<23}" + "".join(f"{kind:>16}" for kind in kinds))
 for name, log in logs.items():
     peak = log.peak_bytes_by_kind()
-    print(f"{name:<25}" + "".join(f"{peak[kind]:>17,}" for kind in kinds))
+    print(f"{name:<23}" + "".join(f"{peak[kind]:>16,}" for kind in kinds))
 
 # %% [markdown]
 # A policy halves only the memory of whole parameters, which comes and goes. A cast of the model halves every column. So why do

@@ -254,13 +254,15 @@ def kept(name):
 
 
 ops = ("all_gather", "reduce_scatter", "all_reduce")
-heads = "".join(f"{op:>15}" for op in ops)
-print(f"{'in sizes of the model':<26}{heads}{'sent by a rank':>17}{'most memory':>14}")
+heads = "".join(f"{op:>{len(op) + 2}}" for op in ops)
+print(f"{'in sizes of the model':<25}{heads}{'sent by a rank':>15}{'most memory':>12}")
 for name in SETTINGS:
-    by_op = "".join(f"{moved(name).get(op, 0) / MODEL_BYTES:15.2f}" for op in ops)
+    by_op = "".join(
+        f"{moved(name).get(op, 0) / MODEL_BYTES:{len(op) + 2}.2f}" for op in ops
+    )
     print(
-        f"{name:<26}{by_op}{sent(name) / MODEL_BYTES:17.2f}"
-        f"{kept(name) / MODEL_BYTES:14.2f}"
+        f"{name:<25}{by_op}{sent(name) / MODEL_BYTES:15.2f}"
+        f"{kept(name) / MODEL_BYTES:12.2f}"
     )
 
 # %%

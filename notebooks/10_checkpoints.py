@@ -32,6 +32,7 @@ import os
 import shutil
 import signal
 import tempfile
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,7 +224,7 @@ damaged.write_bytes(data)
 
 
 def tell(error):
-    print(str(error).replace(str(copy.parent), "…"))
+    print(textwrap.fill(str(error).replace(str(copy.parent), "…"), 80))
 
 
 try:

@@ -28,6 +28,7 @@ lesson.begin()
 
 # %%
 import re
+import textwrap
 import time
 
 import torch
@@ -235,7 +236,7 @@ print(
     f"healthy: {len(find_races(healthy))} races; without waits: {len(races)}, of "
     "which the first is"
 )
-print(races[0].sentence)
+print(textwrap.fill(races[0].sentence, 80))
 
 # %% [markdown]
 # Here the gather ended in time. On another machine the copy might read a buffer that is only half filled, and the loss would be
