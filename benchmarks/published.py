@@ -70,7 +70,7 @@ ROWS = (
     Row("mpt-70b", 64, "h100", 8, 2048, "full", 1039),
 )
 _HEAD = ("model", "GPUs", "batch × length", "recomputed", "tokens/s: published", "predicted", "")
-_MEMORY = ("GiB: published", "predicted", "")
+_MEMORY = ("GiB: published", "GiB: predicted", "")
 
 
 TOKENS = 8192  # of one sequence
@@ -126,7 +126,7 @@ MEASURED = (
     Measured(LLAMA_8B, 8, HWFSDP, 8),
     Measured(LLAMA_8B, 8, HWFSDP, 64),
 )
-_MEASURED_HEAD = ("model", "trained", "ms: measured", "predicted", "", "GiB: measured", "predicted", "")
+_MEASURED_HEAD = ("model", "trained", "ms: measured", "predicted", "", "GiB: measured", "GiB: predicted", "")
 
 
 def main() -> None:

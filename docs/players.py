@@ -34,7 +34,7 @@ CONFIG = GPTConfig(dim=2048, layers=5, heads=16, seq_len=1024)
 Logs = dict[str, EventLog]
 
 BLOCK = Template(
-    '<details class="player"><summary>{{ says }}</summary><p><a href="{{ address }}">In a window of its own</a></p>'
+    '<details class="player{{ " low" if is_low }}"><summary>{{ says }}</summary><p><a href="{{ address }}">In a window of its own</a></p>'
     '<iframe src="{{ address }}" title="Step player: {{ says }}" loading="lazy"></iframe></details>',
     autoescape=True,
 )
@@ -186,7 +186,9 @@ def add_players(app: Any, doctree: nodes.document) -> None:
     for name, player in reversed(PLAYERS.items()):  # of two players at one place, the first comes first
         if player.page == page:
             address = f"{'../' * page.count('/')}{FOLDER}/{name}.html"
-            block = nodes.raw("", BLOCK.render(says=player.says, address=address), format="html")
+            is_low = isinstance(player.logs, partial) and player.logs.func is stations  # it has no pane of memory
+            text = BLOCK.render(says=player.says, address=address, is_low=is_low)
+            block = nodes.raw("", text, format="html")
             parent, place = _place(doctree, player.at)
             parent.insert(place, block)
 
