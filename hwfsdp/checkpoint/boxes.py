@@ -204,7 +204,8 @@ def local_shape_of(tensor: DTensor) -> tuple[int, ...]:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the values as bytes, in row-major order. If the memory has this order already, the result is a view."""
     dense: Tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.view(-1).view(torch.uint8)
+    # a single element may have any stride, and still counts as contiguous
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def packed(tensor: Tensor) -> Tensor:

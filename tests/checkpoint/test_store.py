@@ -182,6 +182,15 @@ def test_a_value_comes_back_as_itself(tmp_path):
         assert type(read) is type(value) and repr(read) == repr(value)  # the sign of zero, too
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool])
+def test_a_single_element_may_have_any_stride(dtype, tmp_path):
+    values = torch.ones(1, 4, dtype=dtype)[:, 1]
+    assert values.stride() == (4,)
+    checkpoint.save({"values": values}, tmp_path)
+    target = {"values": torch.zeros(1, 4, dtype=dtype)[:, 1]}
+    assert checkpoint.load(target, tmp_path)["values"].equal(values)
+
+
 def test_subclasses_of_numbers_and_strings_come_back_as_numbers_and_strings(tmp_path):
     checkpoint.save({"n": type("Count", (int,), {})(3), "s": type("Name", (str,), {})("x")}, tmp_path)
     found = checkpoint.load({"n": None, "s": None}, tmp_path)
