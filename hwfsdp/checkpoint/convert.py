@@ -19,7 +19,7 @@ Note [What formats cannot say]
     its entry "optimizer" or "optim" becomes the optimizer. Any other state dict is written as one model.
     DCP writes the int keys of dicts as strings. When we read them, the keys of an optimizer's state become ints again.
     A safetensors file from another program is read as a flat dict. A safetensors file of ours returns everything as it was: tied
-    tensors, types of containers and values, and empty containers, which come after the others. Its header also has checksums.
+    tensors, types of containers and values, and empty containers, which come after the others. Its header also has checksums: of each tensor, and of itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -47,7 +47,7 @@ from hwfsdp.checkpoint.error_messages import KeyPath, damaged, of_disk, path_of,
 from hwfsdp.checkpoint.error_messages import with_size
 from hwfsdp.checkpoint.loading import Blocks, LoadPlan, Source, read_tensors
 from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Entry, Manifest, TensorEntry, ValueEntry, decode
-from hwfsdp.checkpoint.manifest import checksum, name_of_constant
+from hwfsdp.checkpoint.manifest import check_tree, checksum, name_of_constant
 from hwfsdp.checkpoint.part_files import read as read_parts
 from hwfsdp.checkpoint.saving import Target, describe, save_agreed
 from hwfsdp.checkpoint.traverse import container_like, items_of, leaves_of, nest, unflatten_state_dict
@@ -55,7 +55,7 @@ from hwfsdp.compat import storage_key
 from hwfsdp.errors import CheckpointError
 from hwfsdp.optional_packages import needed_by
 
-_HEADER = "hwfsdp"  # the key in a safetensors file's header
+_HEADER, _SEAL = "hwfsdp", "hwfsdp.crc32"  # keys in a safetensors file's header
 
 
 @dataclass(frozen=True)
@@ -251,15 +251,19 @@ class Safetensors(Source):
         try:
             with safetensors.safe_open(str(path), framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # mapped, not read yet
-                text = (file.metadata() or {}).get(_HEADER)
+                metadata = file.metadata() or {}
         except (safetensors.SafetensorError, OSError) as error:
             raise damaged(path, "a safetensors file", str(error), remedy="Write it again.") from error
+        text = metadata.get(_HEADER, "")
+        if metadata.get(_SEAL, sealed := _seal(text, tensors)) != sealed:  # files of older versions have none
+            got, remedy = "another one, by its CRC-32", "Write it again."
+            raise damaged(path, "the header that was written", got, remedy=remedy)
         listed = [{"path": [name], "name": name} for name in tensors]
         entries: dict[KeyPath, Entry] = {}
         first: dict[str, KeyPath] = {}  # by name, the first path of a tensor
         try:
-            header: Any = {"entries": listed, "containers": [], "crc32": {}}
-            header = header if text is None else json.loads(text)
+            header: Any = {"entries": listed, "containers": [[(), "dict"]], "crc32": {}}
+            header = json.loads(text) if text else header
             for each in header["entries"]:
                 at = tuple(each["path"])
                 if "name" not in each:
@@ -276,11 +280,18 @@ class Safetensors(Source):
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise damaged(path, "what hwfsdp wrote", str(error)[:80], remedy="Write it again.") from error
         self.manifest = Manifest("", (), containers, entries)
+        check_tree(self.manifest, path)
 
     def check(self, entry: TensorEntry, chunk: Chunk) -> None:
         if chunk.crc32 and checksum(view_bytes(self.tensor(entry, chunk))) != chunk.crc32[0]:
             expected, remedy = "the bytes that were written", "Write it again."
             raise damaged(self.path, expected, "others, by their CRC-32", key=show(entry.path), remedy=remedy)
+
+
+def _seal(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the checksum of a safetensors file's header: of our text, and of the names, dtypes and shapes of the tensors."""
+    listed = [(name, str(tensor.dtype), [*tensor.shape]) for name, tensor in sorted(tensors.items())]
+    return f"{checksum(f'{text}{listed}'.encode()):08x}"
 
 
 # --- Writers -----------------------------------------------------------------------------------------------
@@ -328,7 +339,7 @@ def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> 
     crc32 = {name: checksum(view_bytes(tensor)) for name, tensor in tensors.items()}
     containers = [(path, kind) for path, kind, _ in description["containers"]]
     header = json.dumps({"containers": containers, "entries": entries, "crc32": crc32})
-    _commit_safetensors(tensors, target, {"format": "pt", _HEADER: header})
+    _commit_safetensors(tensors, target, {"format": "pt", _HEADER: header, _SEAL: _seal(header, tensors)})
 
 
 def _check_name(name: str, taken: Collection[str]) -> None:

@@ -305,13 +305,15 @@ def _chunk_of(tree: Any) -> Chunk:
 
 def check_manifest(manifest: Manifest, source: Path) -> None:
     """Raise an error if the manifest, which is or will be in the file `source`, contradicts itself."""
-    _check_tree(manifest, source)
+    check_tree(manifest, source)
     _check_tensors(manifest, source)
 
 
-def _check_tree(manifest: Manifest, source: Path) -> None:
-    """Raise an error unless every entry and container is inside a container, up to the outermost one, a dict."""
+def check_tree(manifest: Manifest, source: Path) -> None:
+    """Raise an error unless every entry and container is inside a container, up to the outermost one, a dict, and lists have no gaps."""
+    keys: dict[KeyPath, set[Any]] = {}
     for path in [*manifest.entries, *manifest.containers]:
+        keys.setdefault(path[:-1], set()).update(path[-1:])
         if path and path[:-1] not in manifest.containers:
             raise damaged(source, "entries in containers", "one in what is no container", key=show(path))
         if path in manifest.entries and path in manifest.containers:
@@ -319,6 +321,9 @@ def _check_tree(manifest: Manifest, source: Path) -> None:
     if not set(manifest.containers.values()) <= {*KINDS} or manifest.containers.get(()) != "dict":
         got = f"{str(set(manifest.containers.values()))[:60]}"
         raise damaged(source, f"containers of the kinds {KINDS}, the outermost a dict", got)
+    for path, kind in manifest.containers.items():
+        if kind != "dict" and (found := keys.get(path, set())) != {*range(len(found))}:
+            raise damaged(source, f"a {kind} with the places 0 to {len(found) - 1}", "others", key=show(path))
 
 
 def _check_tensors(manifest: Manifest, source: Path) -> None:
@@ -348,7 +353,7 @@ def _check_tensors(manifest: Manifest, source: Path) -> None:
 
 
 def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{str(value)[:40]!r} where a size or an index should be")
     return value
 

@@ -13,12 +13,12 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from faults import contents_of
+from faults import contents_of, edit_manifest
 from samples import assert_same
 
 from hwfsdp import CheckpointError, UsageError, checkpoint
 from hwfsdp.checkpoint import parts
-from hwfsdp.checkpoint.convert import FORMATS, Conversion, convert, format_of
+from hwfsdp.checkpoint.convert import _READERS, FORMATS, Conversion, convert, format_of
 from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.cli import main
 
@@ -196,6 +196,42 @@ def test_a_flipped_bit_of_a_safetensors_file_is_found_by_its_checksum(originals,
     with pytest.raises(CheckpointError, match=r"state_dict\['model'\].*CRC-32"):
         convert(tmp_path / "x.safetensors", tmp_path / "out", to="store")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_flipped_bit_in_the_header_of_a_safetensors_file_is_found_or_harmless(tmp_path):
+    state = {"w": {"u": torch.ones(2), "z": torch.zeros(0, 2)}, "list": [7, 0.25], "note": "x"}
+    checkpoint.save(state, tmp_path / "store")
+    convert(tmp_path / "store", tmp_path / "whole.safetensors", to="safetensors")
+    data = (tmp_path / "whole.safetensors").read_bytes()
+    found = 0
+    for at in range(8 + int.from_bytes(data[:8], "little")):
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 7
+        (tmp_path / "x.safetensors").write_bytes(changed)
+        try:
+            values = _READERS["safetensors"](tmp_path / "x.safetensors", tmp_path)
+        except CheckpointError:
+            found += 1
+        else:
+            assert_same(values, state, f"byte {at}: {data[at - 20 : at + 20]!r}")
+    assert found > 500
+
+
+def test_a_header_with_gaps_in_its_lists_is_refused(tmp_path):
+    entries = [{"path": ["list", place], "value": 1} for place in (0, 5, "a")]
+    for wrong in ([entries[0], entries[1]], [entries[0], entries[2]], [{"path": ["no", "x"], "value": 1}]):
+        header = {"containers": [[[], "dict"], [["list"], "list"]], "entries": wrong, "crc32": {}}
+        safetensors.torch.save_file({}, tmp_path / "x.safetensors", {"hwfsdp": json.dumps(header)})
+        with pytest.raises(CheckpointError, match="list|container"):
+            convert(tmp_path / "x.safetensors", tmp_path / "out", to="store")
+
+
+@pytest.mark.parametrize("size", [1 << 63, 1 << 80])
+def test_a_size_that_no_tensor_has_is_refused(size, tmp_path):
+    checkpoint.save({"none": torch.zeros(0, 2)}, tmp_path / "store")
+    edit_manifest(tmp_path / "store", lambda tree: tree["entries"][0].update(shape=[0, size]))
+    with pytest.raises(CheckpointError, match="where a size"):
+        convert(tmp_path / "store", tmp_path / "out", to="dcp")
 
 
 def test_a_tensor_that_is_cut_into_parts_becomes_whole(tmp_path):
