@@ -12,7 +12,7 @@ silently do not happen here, or are errors:
     a key on only one side is an error; DCP ignores keys of the checkpoint that the state dict does not have
     a directory appears when it is complete; DCP overwrites a checkpoint file by file
     nothing in a checkpoint is run (Note [Metadata without trust]); DCP unpickles the metadata and all values
-    checksums are compared; DCP reads over flipped bits
+    checksums are compared, and the save that a file belongs to; DCP reads over flipped bits
     a tensor on the meta device gets memory in place; DCP loads into another tensor, which the model does not have
 
 This module checks everything before it changes anything. Ranks agree on the result: an error on one rank is raised on all.
@@ -44,6 +44,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -58,7 +59,7 @@ from hwfsdp.checkpoint.boxes import whole
 from hwfsdp.checkpoint.error_messages import KeyPath, check_format, damaged, path_of, refuse, told
 from hwfsdp.checkpoint.error_messages import warn_left_out
 from hwfsdp.checkpoint.loading import LoadPlan, Source, load_from
-from hwfsdp.checkpoint.manifest import Chunk, Entry, Manifest, TensorEntry, ValueEntry, dtype_named
+from hwfsdp.checkpoint.manifest import LARGEST, Chunk, Entry, Manifest, TensorEntry, ValueEntry, dtype_named
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.saving import brief, by_path, deal, describe_tensor, holders_of
 from hwfsdp.checkpoint.traverse import Leaf, containers_in, flat_key, leaves_of, state_dict_of, place_of
@@ -67,6 +68,7 @@ from hwfsdp.compat import dcp_place
 from hwfsdp.errors import CheckpointError
 
 METADATA, DIGEST = ".metadata", ".metadata.sha256"
+_HEADER_BYTES = 64
 _FILES = re.compile(r"\.metadata(\.sha256)?|.*\.distcp")
 
 
@@ -101,7 +103,9 @@ def save(
     share = agreement.step("planning", lambda: mine.describe(state_dict, path), mine.divide)
     check = partial(commit.check_replaceable, mine.target, _FILES, "a DCP checkpoint", overwrite)
     with commit.replaced(mine.target, agreement, check) as (draft, save_id):
-        agreement.step("writing", lambda: mine.write(draft, share), partial(mine.finish, draft, save_id))
+        agreement.step(
+            "writing", lambda: mine.write(draft, share, save_id), partial(mine.finish, draft, save_id)
+        )
 
 
 def load(
@@ -236,13 +240,14 @@ class _Saving:
             self.shares[rank].append((key, box))
         return self.shares
 
-    def write(self, draft: Path, share: list[Any]) -> list[tuple[int, int]]:
+    def write(self, draft: Path, share: list[Any], save_id: str) -> list[tuple[int, int]]:
         """Write this rank's file. Return the place of each blob: offset and length."""
         places: list[tuple[int, int]] = []
         items = [(self.entries[key].value, box and box_from(box)) for key, box in share]
         nbytes = sum(box.numel * value.itemsize for value, box in items if box)
         if items:
             with commit.archive_file(draft / _file_of(self.rank), nbytes) as file:
+                file.write(header_of(save_id, _file_of(self.rank)))
                 for value, box in items:
                     start = file.tell()
                     torch.save(packed(values_in(value, box)) if box else value, file)
@@ -277,6 +282,11 @@ def _file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
+def header_of(save_id: str, name: str) -> bytes:
+    """Return what is before the blobs of a file of ours. Torch does not read it. So files of two saves cannot be mixed."""
+    return f"hwfsdp DCP {save_id} {name}".encode().ljust(_HEADER_BYTES - 1) + b"\n"
+
+
 def _check_storable(path: KeyPath, value: Any) -> None:
     """Raise an error unless the value can be loaded again."""
     if any(isinstance(leaf.value, Tensor) for leaf in leaves_of(value)):
@@ -295,13 +305,14 @@ class Blobs(Source):
     Attributes:
         manifest: its entries are listed by the path (key,); in a load, by the paths of the state dict. Its digest is the SHA-256 of the
             metadata.
-        files: the files that the chunks count. paths: DCP's record of the path in the state dict behind each key; {} if there is none.
+        files: the files that the chunks count. headed: those of ours that begin with `header_of`. paths: DCP's record of the path in the state dict behind each key; {} if there is none.
         metadata: the file `.metadata`. opened: closes the files of blobs at the end. Each file is opened only once. So a load reads the
             same bytes that it has checked, even if another save replaces the files meanwhile.
     """
 
     manifest: Manifest
     files: list[Path]
+    headed: set[Path]
     paths: dict[str, Any]
     metadata: Path
     opened: ExitStack
@@ -336,11 +347,18 @@ class Blobs(Source):
     def _descriptor(self, path: Path, key: str) -> int:
         with self.lock:
             if path not in self.descriptors:
-                try:
-                    self.descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise damaged(path, "a file that can be read", told(error), key=key) from error
-                self.opened.callback(os.close, self.descriptors[path])
+                fd = commit.open_file(path, no_link=0)
+                self.opened.callback(os.close, fd)
+                if path in self.headed:
+                    expected, found = header_of(self.manifest.save_id, path.name), bytearray(_HEADER_BYTES)
+                    commit.read_exactly(fd, memoryview(found), 0, path, key)
+                    if found != expected:
+                        self.confirm()
+                        got = "a file of another save, or of another rank"
+                        raise damaged(
+                            path, f"a file that begins with {expected.decode().strip()!r}", got, 0, key
+                        )
+                self.descriptors[path] = fd
             return self.descriptors[path]
 
     def confirm(self) -> None:
@@ -403,10 +421,7 @@ def _class_of(thing: Any) -> str:
 
 
 def _contents_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise damaged(path, "the metadata of a DCP checkpoint", told(error)) from error
+    return commit.read_small_file(path, LARGEST, no_link=0)
 
 
 def read_metadata(directory: Path, opened: ExitStack) -> Blobs:
@@ -440,7 +455,11 @@ def read_metadata(directory: Path, opened: ExitStack) -> Blobs:
     except Exception as error:  # the file is crafted or cut short
         raise damaged(path, "a pickle of DCP's metadata", told(error)) from error
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    return Blobs(Manifest("", (), {}, entries, digest=digest), files, paths, path, opened)
+    save_id = str(getattr(metadata.storage_meta, "save_id", ""))
+    chunks = chain(*(e.chunks if isinstance(e, TensorEntry) else (e.chunk,) for e in entries.values()))
+    bare = {files[chunk.file] for chunk in chunks if chunk and not chunk.at}  # of an older version
+    headed = {*files} - bare if expected else set()
+    return Blobs(Manifest(save_id, (), {}, entries, digest=digest), files, headed, paths, path, opened)
 
 
 def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], list[Path]]:

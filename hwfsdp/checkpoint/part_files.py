@@ -39,6 +39,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import filterfalse
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,12 +150,14 @@ def read(directory: Path, nthreads: int, options: Mapping[str, Any]) -> Parts:
 
 
 def _check_present(directory: Path, ranks: list[int], count: int, expected: str) -> None:
-    for rank in set(range(count)).difference(ranks):
+    # there may be any number in a file: the first one that is missing is soon found
+    for rank in filterfalse(ranks.__contains__, range(count)):
         remedy = "Copy all parts of the checkpoint into the directory."
         raise damaged(directory / part_name(rank), expected, "no such file", remedy=remedy)
 
 
 def _read_part(path: Path, options: Mapping[str, Any]) -> dict[Any, Any]:
+    os.close(commit.open_file(path, no_link=0))  # raises for a pipe, which would never end
     commit.check_archive(path, path)
     part = commit.load_archive(path, path, options)
     head = {key: part.get(key) for key in (VERSION_KEY, COUNT_KEY)} if isinstance(part, dict) else {}

@@ -7,6 +7,7 @@ After any damage, a load gives exactly the saved values, or it raises an error t
 from __future__ import annotations
 
 import functools
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -18,11 +19,11 @@ import suites
 import torch
 import torch.distributed as dist
 from faults import CURRENT, MANIFEST, Damage, chunks_in, emptied, error_of, exactly, folder_of
-from samples import line
+from samples import FORMATS, line
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hwfsdp import launch
-from hwfsdp.checkpoint import load, save
+from hwfsdp.checkpoint import load, parts, save
 from hwfsdp.checkpoint.traverse import map_leaves
 from hwfsdp.errors import CheckpointError, UsageError
 
@@ -219,3 +220,23 @@ def test_damage_that_one_rank_finds_is_raised_by_all(path: Path) -> None:
         assert error and error.startswith("CheckpointError: "), error
         assert not rank or f"rank {rank}" in error, error
         assert f"{rank:05d}.bin" in error and "state_dict['model']['rows']" in error
+
+
+@pytest.mark.parametrize(
+    "name, file", [("dcp", ".metadata"), ("dcp", "__0_0.distcp"), ("part", "PART_000.pt")]
+)
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
+def test_a_file_without_an_end_is_refused(name: str, file: str, put: Any, tmp_path: Path) -> None:
+    FORMATS[name].save({"a": torch.ones(3)}, tmp_path / "c")
+    (tmp_path / "c" / file).unlink()
+    put(tmp_path / "c" / file)
+    with pytest.raises(CheckpointError, match="expected a regular file"):
+        FORMATS[name].load({"a": torch.zeros(3)}, tmp_path / "c")
+
+
+def test_a_part_that_asks_for_very_many_parts_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c" / "PART_000.pt"
+    parts.save(tmp_path / "c", {"a": torch.ones(3)})
+    torch.save({**torch.load(file), "__nshards__": 10**30}, file)
+    with pytest.raises(CheckpointError, match="PART_001.pt: expected 1000000000"):
+        parts.load(tmp_path / "c")

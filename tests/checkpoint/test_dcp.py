@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -399,7 +401,7 @@ PARTS = "chunks that make up the shape (4, 3); got "
 LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a path above": (moved(relative_path="../c/__0_0.distcp"), "the path '../c/"),
     "a path from the root": (moved(relative_path="/etc/passwd"), "the path '/"),
-    "a file that is not there": (moved(relative_path="x"), "FileNotFoundError"),
+    "a file that is not there": (moved(relative_path="x"), "it is missing"),
     "a part behind the end": (moved(length=10**9), "an undamaged zip file"),
     "a part before the beginning": (moved(offset=-1), "are no sizes"),
     "a part that is elsewhere": (moved(offset=7), "an undamaged zip file"),
@@ -483,6 +485,24 @@ def test_values_that_want_code_to_run_are_refused_by_key(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"distcp, byte \d+, b\.c: .*weights_only") as info:
         dcp.load(state, tmp_path / "c")
     assert info.value.key == "b.c" and not (tmp_path / "boom").exists() and not state["a"].any()
+
+
+def test_a_file_of_another_save_of_the_same_shapes_is_refused(tmp_path: Path) -> None:
+    for name, value in (("one", 1.0), ("other", 2.0)):
+        dcp.save({"a": torch.full((3, 4), value)}, tmp_path / name)
+    shutil.copy(tmp_path / "other" / "__0_0.distcp", tmp_path / "one")
+    target = {"a": torch.zeros(3, 4)}
+    with pytest.raises(CheckpointError, match=r"byte 0, a: .*got a file of another save"):
+        dcp.load(target, tmp_path / "one")
+    assert not target["a"].any()
+
+
+def test_a_file_without_a_header_is_read_as_before(tmp_path: Path) -> None:
+    with mock.patch.object(dcp, "header_of", lambda *_: b""):
+        dcp.save({"a": torch.ones(3, 4)}, tmp_path / "c")
+    target = {"a": torch.zeros(3, 4)}
+    dcp.load(target, tmp_path / "c")
+    assert target["a"].all()
 
 
 def test_every_flipped_bit_of_our_metadata_is_found(tmp_path: Path) -> None:
