@@ -549,6 +549,14 @@ class SaveQueue:
 queue = SaveQueue()
 
 
+def _forget_saves() -> None:
+    """Forget the saves of the parent, whose threads a forked child does not have. It would wait for them forever."""
+    queue.stager, queue.last = StateDictStager(), None
+
+
+os.register_at_fork(after_in_child=_forget_saves)
+
+
 def finish_saves() -> None:
     """Wait for the last save of this process.
 

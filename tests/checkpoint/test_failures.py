@@ -406,6 +406,40 @@ def test_a_save_that_stands_still_holds_its_own_values_and_the_next_waits(tmp_pa
     assert folder_of(tmp_path / "c").name == ids[1]
 
 
+FORKS_WHILE_IT_SAVES = """
+import os, sys, threading, torch
+from hwfsdp import checkpoint
+from hwfsdp.checkpoint import saving
+
+may_end, save = threading.Event(), saving.save_agreed
+saving.save_agreed = lambda *args: (may_end.wait(), save(*args))[1]
+handle = checkpoint.async_save({"a": torch.ones(2)}, sys.argv[1])
+child = os.fork()
+if not child:
+    saving.save_agreed = save
+    checkpoint.save({"a": torch.zeros(2)}, sys.argv[2])
+    sys.exit(7)
+status = os.waitpid(child, 0)[1]
+may_end.set()
+handle.wait()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_fork_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        FORKS_WHILE_IT_SAVES,
+        *map(str, (tmp_path / "1", tmp_path / "2")),
+    ]
+    assert subprocess.run(command, timeout=60).returncode == 7
+    for path, value in ((tmp_path / "1", 1.0), (tmp_path / "2", 0.0)):
+        assert load({"a": torch.full((2,), 5.0)}, path)["a"].tolist() == [value, value]
+
+
 def test_wait_tells_of_an_object_that_cannot_be_staged(tmp_path: Path) -> None:
     handle = async_save({"x": torch.ones(3, device="meta")}, tmp_path / "c")
     error = error_of(handle.wait)
