@@ -512,7 +512,12 @@ def put_in_place(new: Path, target: Path) -> None:
             raise
     with suppress(OSError):  # the directory has its name even if this fails
         sync_directory(target.parent)
-    for name in left_beside(target):  # Note [Who is still writing]
+    sweep_beside(target)
+
+
+def sweep_beside(target: Path) -> None:
+    """Remove the directories that killed processes left beside `target` (Note [Who is still writing])."""
+    for name in left_beside(target):
         with suppress(OSError, StateError), locked(target.parent / name):
             shutil.rmtree(target.parent / name, ignore_errors=True)
 

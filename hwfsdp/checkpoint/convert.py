@@ -28,9 +28,9 @@ import json
 import os
 import re
 import secrets
-import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -119,8 +119,9 @@ def convert(
         refuse(target, f"a checkpoint of the format {to!r}", f"one of {there!r}", remedy)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-            state = _under(key, _READERS[known](source, Path(scratch)))
+        commit.sweep_beside(target)
+        with _scratch_beside(target) as scratch:
+            state = _under(key, _READERS[known](source, scratch))
             _WRITERS[to](state, target, overwrite)
             tensors = {id(v): v for _, v in leaves_of(state) if isinstance(v, Tensor)}
             del state
@@ -142,6 +143,18 @@ def _under(key: str | Sequence[str | int] | None, state: dict[Any, Any]) -> dict
             refuse(path[:n], f"a dict of the source, such as {dicts}", "none", "Choose one of them as key=.")
         found = found[step]
     return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _scratch_beside(target: Path) -> Iterator[Path]:
+    """Provide a directory beside `target` for the files of one process. If the process is killed, `commit.sweep_beside` removes it."""
+    scratch = commit.name_beside(target, secrets.token_hex(16))
+    scratch.mkdir()
+    try:
+        with commit.locked(scratch):
+            yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 _ZEROS = bytes(1 << 20)
@@ -357,12 +370,13 @@ def _commit_safetensors(tensors: dict[str, Tensor], target: Path, metadata: dict
     with needed_by("safetensors files"):
         import safetensors
         from safetensors.torch import save_file
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        save_file(tensors, draft, metadata)
-        with draft.open("rb+") as file:
-            commit.sync(file.fileno())
-        os.replace(draft, target)
+        with _scratch_beside(target) as scratch:
+            draft = scratch / target.name
+            save_file(tensors, draft, metadata)
+            with draft.open("rb+") as file:
+                commit.sync(file.fileno())
+            os.replace(draft, target)
         sync_directory(target.parent)
     except safetensors.SafetensorError as error:
         if code := re.search(r"os error (\d+)", str(error)):
@@ -372,8 +386,6 @@ def _commit_safetensors(tensors: dict[str, Tensor], target: Path, metadata: dict
     except KeyError as error:  # safetensors raises it for a dtype that the format does not have
         expected, remedy = "dtypes that safetensors has", "Cast such tensors first."
         raise refusal(target, expected, str(error), remedy) from error
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 _READERS: dict[str, Callable[[Path, Path], dict[Any, Any]]] = {

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
+import os
 import shutil
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import original_parts
 import pytest
@@ -18,7 +22,7 @@ from samples import assert_same
 
 from hwfsdp import CheckpointError, UsageError, checkpoint
 from hwfsdp.checkpoint import parts
-from hwfsdp.checkpoint.convert import _READERS, FORMATS, Conversion, convert, format_of
+from hwfsdp.checkpoint.convert import _READERS, _WRITERS, FORMATS, Conversion, convert, format_of
 from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.cli import main
 
@@ -232,6 +236,20 @@ def test_a_size_that_no_tensor_has_is_refused(size, tmp_path):
     edit_manifest(tmp_path / "store", lambda tree: tree["entries"][0].update(shape=[0, size]))
     with pytest.raises(CheckpointError, match="where a size"):
         convert(tmp_path / "store", tmp_path / "out", to="dcp")
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_killed_conversion_leaves_nothing_for_good(to, originals, tmp_path):
+    target = place(tmp_path, to)
+    with mock.patch.dict(_WRITERS, {to: lambda *_: os.kill(os.getpid(), signal.SIGKILL)}):
+        child = mp.get_context("fork").Process(
+            target=convert, args=(originals / "store", target), kwargs={"to": to}
+        )
+        child.start()
+        child.join()
+    assert child.exitcode == -signal.SIGKILL and len(os.listdir(tmp_path)) == 1
+    convert(originals / "store", target, to=to)
+    assert os.listdir(tmp_path) == [target.name]
 
 
 def test_a_tensor_that_is_cut_into_parts_becomes_whole(tmp_path):
