@@ -40,13 +40,13 @@ import pickle
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -374,6 +374,7 @@ def _key_of(entry: Entry) -> str:
 
 # --- Metadata ----------------------------------------------------------------------------------------------
 
+T = TypeVar("T")
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED = {
     f"{_DCP}.metadata": "_MEM_FORMAT_ENCODING BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex"
@@ -386,6 +387,23 @@ _ALLOWED = {
 }
 
 
+def _checked(first: int | None, load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a step of an unpickler that refuses keys other than the metadata's own. Python hashes nested tuples without any limit.
+
+    Args:
+        first: where the keys begin on the stack, of which they are every other element. None: refuse the step.
+    """
+
+    def step(unpickler: Any) -> None:
+        if first is None or not all(
+            type(key) is str or isinstance(key, _StandIn) for key in unpickler.stack[first::2]
+        ):
+            raise ValueError("what DCP's metadata does not have: sets, byte arrays, or keys that are not str")
+        load(unpickler)
+
+    return step
+
+
 class _Unpickler(pickle._Unpickler):
     """An unpickler that makes stand-ins for the classes of DCP's metadata, and refuses all other classes.
 
@@ -393,6 +411,15 @@ class _Unpickler(pickle._Unpickler):
     """
 
     path: Path
+    dispatch = pickle._Unpickler.dispatch | {
+        op[0]: _checked(first, pickle._Unpickler.dispatch[op[0]])
+        for first, ops in (
+            (None, (pickle.ADDITEMS, pickle.FROZENSET, pickle.BYTEARRAY8)),
+            (0, (pickle.DICT, pickle.SETITEMS)),
+            (-2, (pickle.SETITEM,)),
+        )
+        for op in ops
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a new class each time, because a pickle may change the classes that it gets."""
@@ -402,7 +429,9 @@ class _Unpickler(pickle._Unpickler):
             raise damaged(self.path, expected, got, remedy=remedy)
         if module == "torch":  # dtypes and torch.Size, which have no attributes to change
             return getattr(torch, name)
-        return type(name, (OrderedDict if name == "OrderedDict" else _StandIn,), {})
+        if name == "OrderedDict":  # without its items, which come with steps of their own
+            return type(name, (OrderedDict,), {"__init__": _StandIn.__init__})
+        return type(name, (_StandIn,), {})
 
 
 class _StandIn:
@@ -413,7 +442,7 @@ class _StandIn:
 
     def __setstate__(self, state: Any) -> None:
         # The state of TensorProperties is a tuple that begins with the dtype. Other states are dicts.
-        vars(self).update({"dtype": state[0]} if isinstance(state, tuple) else state)
+        vars(self).update({"dtype": state[0]} if isinstance(state, tuple) else {**state})
 
 
 def _class_of(thing: Any) -> str:
@@ -454,7 +483,11 @@ def read_metadata(directory: Path, opened: ExitStack) -> Blobs:
         raise
     except Exception as error:  # the file is crafted or cut short
         raise damaged(path, "a pickle of DCP's metadata", told(error)) from error
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths = {
+        key: path
+        for key, path in (metadata.planner_data or {}).items()
+        if isinstance(path, tuple) and all(type(step) in (int, str) for step in path)
+    }
     save_id = str(getattr(metadata.storage_meta, "save_id", ""))
     chunks = chain(*(e.chunks if isinstance(e, TensorEntry) else (e.chunk,) for e in entries.values()))
     bare = {files[chunk.file] for chunk in chunks if chunk and not chunk.at}  # of an older version
@@ -465,7 +498,10 @@ def read_metadata(directory: Path, opened: ExitStack) -> Blobs:
 def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], list[Path]]:
     """Return every tensor and value, and the files. Raise an error if the metadata is not consistent."""
     # The index of a value has no offset.
-    infos = {(at.fqn, getattr(at, "offset", None)): info for at, info in metadata.storage_data.items()}
+    infos = {
+        (_a(str, at.fqn), getattr(at, "offset", None) and _sizes(at.offset)): info
+        for at, info in metadata.storage_data.items()
+    }
     entries: dict[KeyPath, Entry] = {}
     files: dict[Path, int] = {}
 
@@ -478,7 +514,7 @@ def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], l
 
     for key, entry in metadata.state_dict_metadata.items():
         if _class_of(entry) == "TensorStorageMetadata":
-            dtype, shape = entry.properties.dtype, _sizes(entry.size)
+            dtype, shape = _a(torch.dtype, entry.properties.dtype), _sizes(entry.size)
             boxes = [Box(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
             fault = find_fault(shape, [box for box in boxes if box.numel]) if boxes else "no chunk"
             if fault:
@@ -489,6 +525,12 @@ def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], l
         else:
             raise damaged(path, "a tensor or a value", type(entry).__name__, key=key)
     return entries, [*files]
+
+
+def _a(kind: type[T], value: Any) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"a {type(value).__name__} in place of a {kind.__name__}")
+    return value
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

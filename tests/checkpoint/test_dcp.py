@@ -478,6 +478,30 @@ def test_metadata_does_not_change_the_classes_it_is_made_of(thing: str, tmp_path
     assert [member.value for member in members] == [0, 1, 2]
 
 
+def test_metadata_does_not_make_python_hash_or_reserve_what_it_wants(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    in_tuples = b"K\x01" + b"\x85" * 9
+    for data in (
+        b"}%bK\x01s." % in_tuples,
+        b"}(%bK\x01u." % in_tuples,
+        b"(%bK\x01d." % in_tuples,
+        b"\x80\x04\x8f(%b\x90." % in_tuples,
+        b"\x80\x04(%b\x91." % in_tuples,
+        b"\x80\x05\x96" + (1000).to_bytes(8, "little") + bytes(1000) + b".",
+    ):
+        put_metadata(path, data)
+        with pytest.raises(CheckpointError, match="got ValueError: what DCP's metadata does not have"):
+            dcp.load({}, path)
+    pair = b"]K\x01\x85K\x02\x86a"  # [((1,), 2)]
+    for data in (
+        b"ccollections\nOrderedDict\n(%btR." % pair,
+        f"c{MODULE}\nMetadata\n)R".encode() + pair + b"b.",
+    ):
+        put_metadata(path, data)
+        with pytest.raises(CheckpointError, match="got TypeError"):
+            dcp.load({}, path)
+
+
 def test_values_that_want_code_to_run_are_refused_by_key(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         torchs.save({"a": numbered(4, 3), "b": {"c": Bomb(tmp_path / "boom")}}, checkpoint_id=tmp_path / "c")
