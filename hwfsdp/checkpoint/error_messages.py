@@ -31,12 +31,17 @@ def show(path: KeyPath) -> str:
     return "state_dict" + "".join(f".{key}" if isinstance(key, Attribute) else f"[{key!r}]" for key in path)
 
 
+def printable(subject: object) -> str:
+    """Return the text of a subject, such as a path. Characters that would break or turn the line are escaped."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(subject))
+
+
 def refusal(
     subject: Subject, expected: str, got: str, remedy: str = _COMPARE, kind: type[FSDPError] = UsageError
 ) -> FSDPError:
     """Make the error for an entry, an argument or a directory. A path of keys is shown as Python code would index it."""
-    named = show(subject) if isinstance(subject, tuple) else str(subject)
-    return kind(named, expected=expected, got=got, remedy=remedy)
+    named = show(subject) if isinstance(subject, tuple) else printable(subject)
+    return kind(named, expected=expected, got=printable(got), remedy=remedy)
 
 
 def refuse(
@@ -59,7 +64,7 @@ def damaged(
     Args:
         offset: the byte at which the damage is or begins. key: the entry concerned, as Python code would index it.
     """
-    subject = str(file) if offset is None else f"{file}, byte {offset}"
+    subject = printable(file) if offset is None else f"{printable(file)}, byte {offset}"
     subject = f"{subject}, {key}" if key else subject
     error = CheckpointError(subject, expected=expected, got=got, remedy=remedy)
     return error.at(file, key, offset)
@@ -127,7 +132,7 @@ def of_disk(error: OSError) -> tuple[str, str]:
     remedy = _REMEDIES.get(error.errno or 0, "Mend this, and try again.")
     nbytes = getattr(error, "nbytes", None)
     size = "" if nbytes is None else f"; {nbytes:,} bytes are to be written there"
-    got = f"{error.strerror or error} ({error.filename or 'no file'}){size}"
+    got = f"{error.strerror or error} ({printable(error.filename or 'no file')}){size}"
     return got, f"What was there before is as it was. {remedy}"
 
 
@@ -165,7 +170,7 @@ def said_once(texts: Sequence[str]) -> list[str]:
 def warn_left_out(left_out: str, path: object) -> None:
     """Warn about keys that a load with strict=False has not loaded. `left_out` is the text of `on_one_side`; "" if there are none."""
     if left_out:
-        text = f"load(strict=False) from {path}: expected the same keys on both sides; got {left_out}. "
+        text = f"load(strict=False) from {printable(path)}: expected the same keys on both sides; got {left_out}. "
         warnings.warn(
             text + "Entries of the state dict that are missing there keep their values.", stacklevel=3
         )

@@ -216,6 +216,20 @@ def test_a_path_without_a_checkpoint_of_the_format_is_a_usage_error(name: str, t
             FORMATS[name].load({"x": torch.zeros(1)}, tmp_path / other)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_error_about_a_path_with_line_breaks_is_one_line(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a\nb"
+    with pytest.raises(UsageError) as missing:
+        FORMATS[name].load({"x": torch.zeros(1)}, path)
+    FORMATS[name].save({"x": torch.ones(1)}, path)
+    (file,) = path.glob(FORMATS[name].file)
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError) as damaged:
+        FORMATS[name].load({"x": torch.zeros(1)}, path)
+    for error in (missing, damaged):
+        assert len(str(error.value).splitlines()) == 1 and r"/a\nb" in str(error.value)
+
+
 class Counted(str):
     """A key that counts how often its hash is asked for."""
 
