@@ -35,11 +35,8 @@ COME_AND_GO = ("unsharded_param", "unsharded_grad", "all_gather_buffer", "reduce
 
 _LEFT, _BOTTOM = 0.75, 0.55  # inches
 _ONE, _OF_SEVERAL = 2.9, 1.7  # height in inches of a single panel, and of one of several
-_ABOVE, _STRIP, _LINE = (
-    0.5,
-    0.17,
-    0.17,
-)  # inches: above a panel; of them for the strip of phases; of a second line
+# inches: above a panel; of them for the strip of phases; of a second line
+_ABOVE, _STRIP, _LINE = 0.5, 0.17, 0.17
 _DASHES = ((5, 3), (2, 2), (8, 2, 2, 2), (1, 1))  # of expected values, in their order
 
 

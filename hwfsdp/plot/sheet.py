@@ -22,11 +22,8 @@ from typing import Any
 from hwfsdp.plot import style
 from hwfsdp.plot.style import Artist, Axes, Figure, Image, Line2D, Patch, Rectangle
 
-PAGE, PHONE, MARGIN = (
-    8.2,
-    4.05,
-    0.2,
-)  # inches; at the width of a phone, an inch has as many pixels as on a page
+# inches; at the width of a phone, an inch has as many pixels as on a page
+PAGE, PHONE, MARGIN = 8.2, 4.05, 0.2
 DPI = 180  # pixels per inch: two for each pixel of a page
 _COLORS = 128  # of a file: more than a reader can tell apart, at a third of the bytes
 _TITLE_BASELINE, _TITLE_LINE, _TEXT_LINE, _KEY_LINE = 0.30, 0.22, 0.17, 0.16  # inches

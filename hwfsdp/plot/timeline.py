@@ -35,11 +35,8 @@ LEFT, _BOTTOM, _ROW_INCHES = 1.3, 0.55, 0.30  # inches
 _ROW_HEIGHT = {"compute": 1.7, "copy": 0.6}  # in rows; other streams have 1.0
 _BAR, _INNER = 0.84, 0.74  # share of a row that a bar fills; share of a bar that an inner bar fills
 _PALE = 0.68  # how much white is mixed into an outer span
-_GAP, _CAPTION, _LINE = (
-    0.14,
-    0.28,
-    0.17,
-)  # inches: above a band, above a band with a name, of a further line of the name
+# inches: above a band, above a band with a name, of a further line of the name
+_GAP, _CAPTION, _LINE = 0.14, 0.28, 0.17
 
 
 # --- Which events --------------------------------------------------------------------------------------------
