@@ -19,7 +19,8 @@ Note [What formats cannot say]
     its entry "optimizer" or "optim" becomes the optimizer. Any other state dict is written as one model.
     DCP writes the int keys of dicts as strings. When we read them, the keys of an optimizer's state become ints again.
     A safetensors file from another program is read as a flat dict. A safetensors file of ours returns everything as it was: tied
-    tensors, types of containers and values, and empty containers, which come after the others. Its header also has checksums: of each tensor, and of itself.
+    tensors, types of containers and values, and empty containers, which come after the others. Its header also has checksums: of each
+    tensor, and of itself.
 """
 
 from __future__ import annotations

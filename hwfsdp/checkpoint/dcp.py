@@ -305,7 +305,8 @@ class Blobs(Source):
     Attributes:
         manifest: its entries are listed by the path (key,); in a load, by the paths of the state dict. Its digest is the SHA-256 of the
             metadata.
-        files: the files that the chunks count. headed: those of ours that begin with `header_of`. paths: DCP's record of the path in the state dict behind each key; {} if there is none.
+        files: the files that the chunks count. headed: those of ours that begin with `header_of`.
+        paths: DCP's record of the path in the state dict behind each key; {} if there is none.
         metadata: the file `.metadata`. opened: closes the files of blobs at the end. Each file is opened only once. So a load reads the
             same bytes that it has checked, even if another save replaces the files meanwhile.
     """

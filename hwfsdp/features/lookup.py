@@ -51,9 +51,8 @@ def parameter_of(whole: Tensor) -> FSDPParam | None:
     return owner and owner()  # type: ignore[no-any-return]
 
 
-_by_shard: dict[int, ref[FSDPParam]] = (
-    {}
-)  # by the id of the sharded parameter, as it was when it was looked up last
+# by the id of the sharded parameter, as it was when it was looked up last
+_by_shard: dict[int, ref[FSDPParam]] = {}
 
 
 def owners_of(shards: Iterable[Tensor]) -> list[FSDPParam]:

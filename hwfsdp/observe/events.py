@@ -201,7 +201,9 @@ class Recorder:
         origin: the time when the recording began. first_step: number of the step in which it began.
         in_flight: works that their callers will wait for. results: results of functional collectives that nobody has waited for,
             by the numbers of their storages. awaited: while deferred work runs, seqs of the events until whose end it was
-            deferred. stepping: the steps of optimizers that run now, by the optimizer's id; one that raised stays. call_sites: names the lines that events come from.
+            deferred.
+        stepping: the steps of optimizers that run now, by the optimizer's id; one that raised stays.
+        call_sites: names the lines that events come from.
     """
 
     rank: int
