@@ -136,9 +136,9 @@ for name, log in (("healthy", healthy), ("eager", eager)):
     )
 
 # %% [markdown]
-# Counts and bytes do not show the problem, but the peak does. Two traces stand side by side in the step player: **A** is healthy,
-# **B** is eager. Click on the peak of memory at the top of the page, and see in *Parameters* which groups are being gathered at
-# that moment. There are four blocks. How many of them are in buffers at once in the healthy run, and how many in the eager one?
+# Counts and bytes do not show the problem, but the most bytes in buffers of gathers do. Two traces stand side by side in the step
+# player: **A** is healthy, **B** is eager. Step through the forward, and see in *Parameters* which groups are being gathered at each
+# moment. There are four blocks. How many of them are in buffers at once in the healthy run, and how many in the eager one?
 
 # %%
 healthy.view(eager, names=("healthy", "eager"))

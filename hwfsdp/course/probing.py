@@ -5,7 +5,8 @@ under keys of the dict `report`: numbers, text, lists, dicts with text keys, ten
 
 Note [Ranks begin a question together]
     A question may make new process groups, for which ranks wait for minutes in no collective. So no rank begins a question before all
-    others do. If a rank has failed in the question before, the others end, too, as if they had lost the connection to this rank.
+    others do. If a rank has failed in the question before, the others lose the connection to it, and end, too. Ranks sleep in this
+    barrier, so it is told at once that another one never comes (`launcher.supervisor`, Note [Ranks that stand still]).
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 from hwfsdp.comm import flight_recorder
-from hwfsdp.compat import default_store_below
 from hwfsdp.course.failures import SECONDS
 from hwfsdp.course.packing import pack
 from hwfsdp.course.walls import Walls, limit_processor
@@ -109,33 +109,21 @@ def on_rank(order: Order) -> bytes:
             if question.simulated and number:  # streams that the file keeps belong to the machine before
                 load_again()
             elif not question.simulated:
-                meet(number)
+                begin_together()
             probe(report, **question.arguments)
             _write(folder / f"answer {number} {rank}", sealed(report))
     except Exception as error:
         raised = described(error)
         with suppress(Exception):  # what it reported before still counts
             _write(folder / f"part {number} {rank}", sealed(report))
-        with suppress(Exception):
-            meet(number + 1, has_failed=True)
     return sealed({"raised": raised, "changed": changed(fixed)})
 
 
-def meet(number: int, has_failed: bool = False) -> None:
-    """Wait until all ranks begin a question (Note [Ranks begin a question together]). A rank that has failed only says so.
-
-    Raises:
-        RuntimeError: another rank has failed before.
-    """
-    if not dist.is_initialized():
-        return
-    store = default_store_below("questions")
-    store.set(f"{number} {dist.get_rank()}", "failed" if has_failed else "here")
-    keys = [f"{number} {rank}" for rank in range(dist.get_world_size())]
-    if not has_failed:
-        store.wait(keys)
-        if any(store.get(key) != b"here" for key in keys):
-            raise RuntimeError("Connection closed by peer")
+def begin_together() -> None:
+    """Wait for all ranks (Note [Ranks begin a question together]). Raises RuntimeError: one of them is gone."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.barrier().wait()  # no collective of the file
 
 
 def load_again() -> None:

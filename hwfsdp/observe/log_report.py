@@ -161,8 +161,8 @@ def _skew(summary: dict[str, Any]) -> str:
     mean, most, slowest = summary["skew_us"], summary["skew_max_us"], summary["slowest_rank"]
     if mean is None:
         return "How far ranks come apart is not known: their clocks are not on one axis."
-    last = f"; rank {slowest} is late by the most" if slowest is not None else ""
-    return f"The last rank begins a collective {ms(mean)} later than the first, at most {ms(most)}{last}."
+    latest = f"\n  Rank {slowest} is late by the most." if slowest is not None else ""
+    return f"The last rank begins a collective {ms(mean)} later than the first, at most {ms(most)}.{latest}"
 
 
 def _memory(findings: Findings) -> list[str]:

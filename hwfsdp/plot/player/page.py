@@ -55,7 +55,7 @@ class Page:
     def _repr_html_(self) -> str:
         """Return a frame with the page, so that page and notebook cannot disturb each other."""
         whole, title = html.escape(self.text), html.escape(self.title)
-        look = f'width="100%" height="{FRAME}" style="border: 0; max-height: 95vh"'
+        look = f'width="100%" height="{FRAME}" style="border: 1px solid #8886; box-sizing: border-box; max-height: 95vh"'
         return f'<iframe sandbox="allow-scripts" {look} title="{title}" srcdoc="{whole}">{_NO_FRAME}</iframe>'
 
 
