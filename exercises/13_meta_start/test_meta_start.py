@@ -56,8 +56,6 @@ def test_generator(ranks, seed, world_size):
     for key, first in zip(said, map(tuple, found["first"]), strict=True):
         equal("seeds-collide", f"{seen.get(first)} and {key} give the same numbers", first in seen, False)
         seen[first] = key
-    words = f"{said[0]} is as manual_seed leaves it, which keeps 32 bits of a seed: two of 100,000 rows are probably the same"
-    equal("seeds-collide", words, all(found["of 32 bits"]), False)
 
 
 @pytest.mark.points(1, ask="A tensor has a shape, strides and a storage. How small may the storage be?")
