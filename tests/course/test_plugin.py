@@ -170,5 +170,5 @@ def test_on_a_terminal_a_line_says_how_far_the_runs_are_until_the_page_is_there(
     on_a_terminal = sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"
     shown = run(tmp_path, "--page", inside=on_a_terminal).stdout
     lines, page = shown.rsplit("\033[K", 1)
-    assert "loading torch" in lines and re.search(r"\d of 5 runs are over", lines)
+    assert "loading torch" in lines and re.search(r"\d of \d runs are over", lines)
     assert "21 Doubling" in page and "runs are over" not in page
