@@ -117,8 +117,8 @@ print(
 #
 # ## Broken: right bytes at the wrong time
 #
-# Somebody read that prefetching hides communication, and asked for as much as possible: when the first block begins, gather all
-# others.
+# Somebody read that prefetching hides communication, and asked for as much as possible: when the model's forward begins, gather
+# all blocks.
 
 
 # %%
@@ -145,9 +145,12 @@ healthy.view(eager, names=("healthy", "eager"))
 
 # %% [markdown]
 # In *Parameters*, each row is a group, and it is green until the gathered group is copied out of its buffer. In the healthy run a
-# block is gathered while the previous one computes, so at most two blocks are in buffers. In the eager run all gathers are issued
-# at the start, and all four blocks lie in memory until their turn comes. If a job has room for only two blocks, it runs out of
-# memory. And if the compute of one block already covers the gather of the next, the eager run gains nothing.
+# block is gathered while the previous one computes. So one block is in a buffer, and two for a moment around the copy-out. In the
+# eager run all gathers are issued at the start, and all four blocks lie in memory until their turn comes.
+#
+# The peak of all memory is the same here by chance: the healthy run reaches it in the backward, the eager one already in the
+# forward. With more blocks, only the eager run needs more, and a job that has no room for all of them runs out of memory. And if
+# the compute of one block already covers the gather of the next, the eager run gains nothing.
 
 # %% [markdown]
 # ## Broken: slow, and the wrong one looks guilty
