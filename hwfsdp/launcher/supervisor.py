@@ -56,7 +56,7 @@ _LONGEST_GOT = 80  # characters of an error in a line about a rank
 _ANSWER = 2.0  # seconds in which ranks have to say where they stand
 _LOOK = 0.5  # seconds between two looks at ranks that may be still
 _DOZING = 4
-_LITTLE = 0.1  # seconds of a processor that threads of gloo take while nothing happens
+_LITTLE = 0.1  # seconds of a processor that threads of gloo, or looks at a store, take in `still` seconds while nothing happens
 _GRACE = 0.5  # seconds that the other ranks get to fail after the first failure
 LOST_PEER = (
     "Connection reset by peer",
@@ -209,7 +209,8 @@ class Caller:
         before = _asleep(self.ranks)
         while not self.read_messages(min(time.monotonic() + _LOOK, self.deadline or math.inf)):
             now, asleep = time.monotonic(), _asleep(self.ranks)
-            if not asleep or not before or asleep[1] > before[1] + _LITTLE:
+            little = _LITTLE * max(1.0, (now - dozed) / self.still)
+            if not asleep or not before or asleep[1] > before[1] + little:
                 began, dozed, before = now, now, asleep
             elif asleep[0] != before[0]:
                 began, before = now, (asleep[0], before[1])
