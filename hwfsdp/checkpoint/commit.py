@@ -139,14 +139,14 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def open_file(path: Path, nbytes: int | None = None, no_link: int = os.O_NOFOLLOW) -> int:
-    """Return a descriptor of a regular file. The path must not be a symbolic link, unless `no_link` is 0.
+def open_file(path: Path, nbytes: int | None = None, may_be_link: bool = False) -> int:
+    """Return a descriptor of a regular file. The path must not be a symbolic link, unless `may_be_link`.
 
     Raises:
         CheckpointError: the file is missing, is not a regular file, or does not have `nbytes` bytes (None: any size).
     """
     try:
-        fd = os.open(path, os.O_RDONLY | no_link | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | (0 if may_be_link else os.O_NOFOLLOW) | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise damaged(path, "a file of the checkpoint", "none: it is missing") from None
     except OSError as error:
@@ -161,13 +161,13 @@ def open_file(path: Path, nbytes: int | None = None, no_link: int = os.O_NOFOLLO
     return fd
 
 
-def read_small_file(path: Path, limit: int, no_link: int = os.O_NOFOLLOW) -> bytes:
-    """Return all bytes of a file of at most `limit` bytes. `no_link`: as for `open_file`.
+def read_small_file(path: Path, limit: int, may_be_link: bool = False) -> bytes:
+    """Return all bytes of a file of at most `limit` bytes. `may_be_link`: as for `open_file`.
 
     Raises:
         CheckpointError: the file is missing, too large, or cannot be read.
     """
-    fd = open_file(path, no_link=no_link)
+    fd = open_file(path, may_be_link=may_be_link)
     try:
         size = os.fstat(fd).st_size
         if size > limit:

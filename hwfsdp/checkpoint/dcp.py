@@ -305,7 +305,7 @@ class Blobs(Source):
     Attributes:
         manifest: its entries are listed by the path (key,); in a load, by the paths of the state dict. Its digest is the SHA-256 of the
             metadata.
-        files: the files that the chunks count. headed: those of ours that begin with `header_of`.
+        files: a chunk names its file by the place in this list. headed: the files that begin with `header_of`.
         paths: DCP's record of the path in the state dict behind each key; {} if there is none.
         metadata: the file `.metadata`. opened: closes the files of blobs at the end. Each file is opened only once. So a load reads the
             same bytes that it has checked, even if another save replaces the files meanwhile.
@@ -348,7 +348,7 @@ class Blobs(Source):
     def _descriptor(self, path: Path, key: str) -> int:
         with self.lock:
             if path not in self.descriptors:
-                fd = commit.open_file(path, no_link=0)
+                fd = commit.open_file(path, may_be_link=True)
                 self.opened.callback(os.close, fd)
                 if path in self.headed:
                     expected, found = header_of(self.manifest.save_id, path.name), bytearray(_HEADER_BYTES)
@@ -451,7 +451,7 @@ def _class_of(thing: Any) -> str:
 
 
 def _contents_of(path: Path) -> bytes:
-    return commit.read_small_file(path, LARGEST, no_link=0)
+    return commit.read_small_file(path, LARGEST, may_be_link=True)
 
 
 def read_metadata(directory: Path, opened: ExitStack) -> Blobs:

@@ -157,7 +157,7 @@ def _check_present(directory: Path, ranks: list[int], count: int, expected: str)
 
 
 def _read_part(path: Path, options: Mapping[str, Any]) -> dict[Any, Any]:
-    os.close(commit.open_file(path, no_link=0))  # raises for a pipe, which would never end
+    os.close(commit.open_file(path, may_be_link=True))  # raises for a pipe, which would never end
     commit.check_archive(path, path)
     part = commit.load_archive(path, path, options)
     head = {key: part.get(key) for key in (VERSION_KEY, COUNT_KEY)} if isinstance(part, dict) else {}
