@@ -29,6 +29,7 @@ from torch import nn
 
 from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch
 from hwfsdp.errors import CollectiveError
+from hwfsdp.launcher import supervisor
 from hwfsdp.launcher import launch as launching
 from hwfsdp.launcher import worker
 from hwfsdp.launcher.supervisor import read_message
@@ -492,3 +493,22 @@ def test_daemons_of_ranks_such_as_loaders_of_data_end_with_the_call(tmp_path: Pa
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # the helper has ended
             assert file.read() == ""
+
+
+@pytest.mark.parametrize(("rate", "is_still"), [(0.016, True), (0.2, False)], ids=["threads of gloo", "work"])
+def test_ranks_that_sleep_are_still_although_threads_take_a_little_time(
+    rate: float, is_still: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look finds the ranks asleep, and that they have woken; `rate`: the part of a processor that they take."""
+    now = [0.0]
+
+    def look(deadline: float | None) -> bool:
+        now[0] += 0.5
+        return now[0] > 60
+
+    caller = supervisor.Caller([], 100.0, lambda text: None, None, still=3.0)
+    caller.deadline = None
+    monkeypatch.setattr(caller, "read_messages", look)
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(supervisor, "_asleep", lambda ranks: ([str(now[0])], rate * now[0]))
+    assert caller.read_until_still() is not is_still and (now[0] < 20) is is_still
