@@ -59,13 +59,13 @@ test-all: setup  ## run all tests, the long ones too
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 # instructors
-.PHONY: check exercises worth format bench clients gpu
+.PHONY: check exercises worth format lock bench clients gpu
 
-check: setup  ## check lint, types, format, imports, public names and exercises
+check: setup  ## check lint, types, format, imports, public names, versions and exercises
 	$(BIN)/python -m flake8 hwfsdp tests benchmarks
 	$(BIN)/python -m mypy
 	$(FORMAT) --check
-	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_public_api.py
+	$(BIN)/python -m pytest -q tests/test_layers.py tests/test_public_api.py tests/test_lock_file.py
 	$(BIN)/python -m hwfsdp.course.stages check
 	$(BIN)/python -m hwfsdp.course.lab check
 
@@ -76,6 +76,10 @@ exercises: setup  ## write starters from solutions, the lab's files, and picture
 
 format: setup  ## rewrite the sources in the project's format
 	$(FORMAT)
+
+# It needs uv. The file has versions only, so it holds for every package index.
+lock:  ## write the newest allowed version of each package into requirements.lock
+	uv pip compile pyproject.toml --universal --extra dev --upgrade --no-annotate --no-header --quiet --output-file requirements.lock
 
 worth: setup  ## measure what each test is worth (docs/testing.md); takes hours
 	$(BIN)/python tests/support/mutation_testing.py time
