@@ -72,7 +72,7 @@ class Film(NamedTuple):
 
 
 FILMS = (
-    Film("demo", "make demo, then hwfsdp check 1 on a file not begun, a wrong and a right answer", 100, 30, TYPED),
+    Film("demo", "make demo, then hwfsdp check 1 on a file not begun, a wrong and a right answer", 100, 24, TYPED),
     Film("demo_phone", "hwfsdp check 1 on a wrong answer", 48, 19, (".venv/bin/hwfsdp check 1",)),
 )
 FIRST_TRY = """def rows_of(n: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -133,9 +133,10 @@ def copy_course(folder: Path) -> None:
         shutil.copy2(ROOT / name, folder / name)
     tools, ours = ROOT / ".venv" / "bin", folder / ".venv" / "bin"
     ours.mkdir(parents=True)
-    for name in ("hwfsdp", "activate"):
-        (ours / name).symlink_to(tools / name)
-    (ours / "python").write_text(f'#!/bin/sh\n[ "$2" = pip ] && exit 1\nexec "{tools}/python" "$@"\n')
+    for name in ("bin/hwfsdp", "bin/activate", "lib", "pyvenv.cfg"):
+        (ours.parent / name).symlink_to(ROOT / ".venv" / name)
+    # Under the name that it has here, Python tells the user commands of this environment.
+    (ours / "python").write_text(f'#!/bin/bash\n[ "$2" = pip ] && exit 1\nexec -a "$0" "{tools}/python" "$@"\n')
     (ours / "python").chmod(0o755)
     (ours.parent / ".installed").write_text((ROOT / ".venv" / ".installed").read_text())
     planned = subprocess.check_output(["make", "-n", "demo"], cwd=folder, text=True)
