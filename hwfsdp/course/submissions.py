@@ -4,6 +4,9 @@ A submission is a folder, a zip or a tar. Its files may lie at any depth: `my_fs
 top, in `exercises/`, or in a folder with the student's name. Of two files for one exercise, the one in `exercises/` counts, then the one
 in the exercise's own folder, then the one that lies higher; if both are alike, neither counts, and the report names them.
 
+A single file is a submission, too, if its name ends with the name of a judged file, as Canvas names the files that it
+downloads: `doejane_123_4567_my_fsdp.py`, or `…_my_fsdp-1.py` for a file that was handed in again.
+
 An archive may be an attack. Nothing is unpacked to disk: a file is read into memory, up to a limit, and written to a place of ours. Links
 are not followed. What cannot be read is named, and the other files are graded.
 """
@@ -98,7 +101,9 @@ def find(
             found.append(path)
             continue
         entries = sorted(
-            each for each in path.iterdir() if not each.name.startswith(".") and each.resolve() not in ours
+            each
+            for each in path.iterdir()
+            if not each.name.startswith((".", "__MACOSX")) and each.resolve() not in ours
         )
         if not entries:
             remedy = (
@@ -141,7 +146,7 @@ def collect(path: Path, judged: Sequence[str], into: Path) -> Collected:
     found = Collected()
     try:
         with little_memory(), ExitStack() as opened:
-            _take(_entries(path, opened), judged, into, found)
+            _take(_entries(path, judged, opened), judged, into, found)
     except (
         Exception
     ) as error:  # readers of archives raise whatever a library below them raises, such as zlib.error
@@ -235,9 +240,13 @@ def _copy(entry: Entry, path: str, target: str, into: Path, found: Collected) ->
 # --- Kinds of submissions ------------------------------------------------------------------------------------
 
 
-def _entries(path: Path, opened: ExitStack) -> Iterator[Entry]:
+def _entries(path: Path, judged: Sequence[str], opened: ExitStack) -> Iterator[Entry]:
     if path.is_dir():
         return _of_folder(path)
+    for name in {Path(target).name for target in judged}:
+        stem, _, suffix = name.rpartition(".")
+        if re.fullmatch(rf"(.*[_-])?{stem}(-\d+)?\.{suffix}", path.name, re.DOTALL | re.IGNORECASE):
+            return iter([Entry(name, partial(_read, path))])
     size = path.stat().st_size
     if size > ARCHIVE:
         raise ValueError(f"an archive of {size:,} bytes; the limit is {ARCHIVE:,}")
@@ -249,7 +258,7 @@ def _entries(path: Path, opened: ExitStack) -> Iterator[Entry]:
         what = (
             "a zip without its end; was it uploaded whole?"
             if is_zip
-            else "neither a folder, nor a zip, nor a tar archive"
+            else "neither a folder, nor a zip, nor a tar archive, nor a file such as NAME_my_fsdp.py"
         )
         raise ValueError(what if size else "an empty file")
     return _of_tar(opened.enter_context(tarfile.open(path)))
