@@ -30,7 +30,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with these, a spreadsheet compute
 
 def table(book: Gradebook) -> str:
     """The text for a terminal: a line for each submission."""
-    width = max((len(result.name) for result in book.results), default=0)
+    width = max((len(result.name) for result in book.results if len(result.name) <= 40), default=0)
     lines = []
     for result in book.results:
         n = len(result.remarks)

@@ -106,9 +106,7 @@ def find(
             if not each.name.startswith((".", "__MACOSX")) and each.resolve() not in ours
         )
         if not entries:
-            remedy = (
-                f"Give a folder with one folder or archive for each student, with files such as {judged[0]}."
-            )
+            remedy = f"Give a folder with one folder or archive for each student, with files such as {min(judged, key=len)}."
             raise UsageError("grade", expected="submissions", got=f"{path}, which is empty", remedy=remedy)
         found += entries
     return _named(found)
@@ -197,7 +195,7 @@ def _take(entries: Iterator[Entry], judged: Sequence[str], into: Path, found: Co
         for path in best[:1] if len(best) == 1 else ():
             _copy(kept[path], path, target, into, found)
     if not found.files and not found.problems:
-        found.problems.append(f"no file of any exercise; expected files such as {judged[0]}")
+        found.problems.append(f"no file of any exercise; expected files such as {min(judged, key=len)}")
 
 
 def _best(target: str, paths: Iterable[str]) -> list[str]:
