@@ -71,8 +71,8 @@ First read [exercises/README.md](exercises/README.md). [The path](docs/tutorial.
 def release(out: Path, upto: str | None, as_json: bool) -> int:
     """Write the edition to a new folder, and say what is in it."""
     course = find_course()
+    left_out = _listed(course.root, "--others", "--exclude-standard")  # before: the new folder may be in the repository
     files = write_edition(course, out, upto)
-    left_out = _listed(course.root, "--others", "--exclude-standard")
     numbers = sorted(path.name for path in (out / "exercises").glob("[0-9][0-9]_*"))
     lines = [
         f"{len(files)} files in {out}: exercises {numbers[0][:2]} to {numbers[-1][:2]}, without solutions."
