@@ -71,7 +71,8 @@ First read [exercises/README.md](exercises/README.md). [The path](docs/tutorial.
 def release(out: Path, upto: str | None, as_json: bool) -> int:
     """Write the edition to a new folder, and say what is in it."""
     course = find_course()
-    left_out = _listed(course.root, "--others", "--exclude-standard")  # before: the new folder may be in the repository
+    # first, because the new folder may be in the repository
+    left_out = _listed(course.root, "--others", "--exclude-standard")
     files = write_edition(course, out, upto)
     numbers = sorted(path.name for path in (out / "exercises").glob("[0-9][0-9]_*"))
     lines = [
