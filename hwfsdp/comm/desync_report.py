@@ -385,14 +385,15 @@ _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")
 def place_in(stack: str, users_only: bool = False) -> str:
     """Return the line of the user's code in a printed stack or traceback, such as "train.py:12, in step", or "".
 
-    This is the innermost frame outside of this package, torch and the standard library. If there is none, it is the innermost
-    frame, or "" if `users_only`.
+    This is the innermost frame outside of this package, torch and the standard library. If there is none, as under `hwfsdp train`,
+    it is the innermost frame outside of this folder, or "" if `users_only`.
     """
     frames = _FRAME.findall(stack)
     users = [frame for frame in frames if not _is_library(frame[0])]
     if not users and (users_only or not frames):
         return ""
-    path, line, function = (users or frames)[-1]
+    above = [frame for frame in frames if not frame[0].startswith(str(Path(__file__).parent))]
+    path, line, function = (users or above or frames)[-1]
     return f"{shown_path(path)}:{line}, in {function}"
 
 

@@ -272,13 +272,17 @@ def _meet_once_more(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     """Yield torchrun's store below a prefix that no earlier call has used, the rank, and the world size.
 
     A process group leaves the addresses of its ranks in the store. The next one has the same name, so a rank could read an old
-    address. The connection stays open, because the store may live in rank 0.
+    address, also one of ranks that torchrun has ended and started again. The connection stays open, because the store may live in
+    rank 0.
     """
     if not _stores:
         _stores.append(next(iter(rendezvous("env://", **options))))
     store, rank, world_size = _stores[0]
+    # only on one machine: torchruns of several count their own restarts, so ranks would have different prefixes
+    alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     prefixed = getattr(dist, "PrefixStore")  # not declared
-    yield prefixed(f"hwfsdp launch {next(_meetings)}", store), rank, world_size
+    yield prefixed(f"hwfsdp launch {restarts} {next(_meetings)}", store), rank, world_size
 
 
 @functools.cache
