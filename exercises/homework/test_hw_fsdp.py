@@ -45,6 +45,7 @@ SUMMED_LOW = SUMMED._replace(name="bf16 micro-batches, reduced at last in fp32",
 EVALUATED = Scenario("an even model, evaluated in between", "even", steps=2, peeked=True)
 UNEVEN = Scenario("an uneven model", "gained", steps=2, peeked=True)
 CASTS = Scenario("an uneven model in bf16", "gained", steps=1, policy=(*LOW, ("output_dtype", FP32)))
+NAMED = CASTS._replace(name="blocks with keyword arguments, in bf16", model="gained and called by name")
 FROZEN = Scenario("frozen parameters", "gained and frozen", steps=2)
 TIED = Scenario("tied parameters", "tied", steps=2)
 NESTED = Scenario("nested modules", "gained and nested", steps=2)
@@ -244,8 +245,9 @@ def test_ours_uneven(ranks, seed):
 
 @pytest.mark.points(1, bonus=True, ask="Which tensors does a module get, and which does it return?")
 def test_ours_casts(ranks, gpu, seed):
-    """Arguments are cast to param_dtype, and outputs to output_dtype."""
-    equals_fsdp2(trained_by_both(ranks, CASTS, seed), CASTS, gpu, output=FP32)
+    """Arguments, keyword arguments too, are cast to param_dtype, and outputs to output_dtype."""
+    for model in CASTS, NAMED:
+        equals_fsdp2(trained_by_both(ranks, model, seed), model, gpu, output=FP32)
 
 
 @pytest.mark.points(1, bonus=True, ask="What does a reduction do with a parameter that has no gradient?")

@@ -288,10 +288,14 @@ class Edges(Stack):
 
 
 class Gained(GPT):
-    """A GPT with a gain of one row, which two ranks cannot share. A tied one has it under two names in one module."""
+    """A GPT with a gain of one row, which two ranks cannot share. A tied one has it under two names in one module.
 
-    def __init__(self, config: GPTConfig) -> None:
+    With `by_name`, blocks get their input as a keyword argument.
+    """
+
+    def __init__(self, config: GPTConfig, by_name: bool = False) -> None:
         super().__init__(config)
+        self.by_name = by_name
         self.gain = nn.Parameter(torch.ones(1, config.dim))
         if config.tied:
             self.scale = self.gain
@@ -299,7 +303,8 @@ class Gained(GPT):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = block(x.float())  # a block that computes in bf16 has to cast it
+            x = x.float()  # a block that computes in bf16 has to cast it
+            x = block(x=x) if self.by_name else block(x)
         x = self.norm(x) * self.gain
         if hasattr(self, "scale"):
             x = x * self.scale
@@ -338,9 +343,9 @@ class Checkpoint(nn.Module):
 # --- How they are built ------------------------------------------------------------------------------------
 
 
-def _gained(draw: random.Random, tied: bool = False, layers: int = 3) -> Built:
+def _gained(draw: random.Random, tied: bool = False, layers: int = 3, by_name: bool = False) -> Built:
     dim, seq_len, vocab = (draw.choice(sizes) for sizes in ([10, 14], [5, 7, 11], [13, 17, 19]))
-    return _built(Gained(GPTConfig(dim, layers, 2, seq_len, vocab, tied)))
+    return _built(Gained(GPTConfig(dim, layers, 2, seq_len, vocab, tied), by_name))
 
 
 def _stack(
@@ -453,6 +458,7 @@ MODELS: dict[str, Callable[..., Built]] = {
     "loud": partial(_alone, kind=Loud),
     "mixing": partial(_alone, kind=Mixing),
     "gained": _gained,
+    "gained and called by name": partial(_gained, by_name=True),
     "gained and frozen": _gained_frozen,
     "gained and nested": _gained_nested,
     "even": _even,
