@@ -58,7 +58,6 @@ test: setup  ## run the tests, TEST_JOBS files at a time
 test-all: setup  ## run all tests, the long ones too
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-# instructors
 .PHONY: check exercises worth format lock bench clients gpu
 
 check: setup  ## check lint, types, format, imports, public names, versions and exercises
@@ -102,7 +101,6 @@ clients:  ## train other people's programs on FSDP2 and on hwfsdp, and compare
 # PARTS="races speed" runs only these parts. DRY=1 uses the CPU. OUT=FOLDER is the folder for the results.
 gpu:  ## run what needs a GPU; write docs/gpu.md; PARTS, DRY=1: see Makefile
 	@$(PYTHON) benchmarks/on_gpu/start.py $(if $(DRY),--dry) $(if $(OUT),--out "$(OUT)") $(PARTS)
-# /instructors
 
 notebooks: setup  ## run the notebooks, and keep their outputs; NB="03 07" runs only two
 	$(BIN)/python notebooks/write.py $(NB)
