@@ -235,7 +235,7 @@ def _simulate(verbs: Verbs) -> None:
     wrap = "shard each module of these classes by itself (default: the blocks)"
     add("--wrap", metavar="CLASS[,CLASS]", type=names, default=(), help=wrap)
     dtypes = ["bfloat16", "float16", "float32"]
-    help = "dtype of the computation (default bfloat16; float32 on a CPU)"
+    help = "dtype of the computation (default bfloat16)"
     add("--dtype", choices=dtypes, help=help)
     add("--sweep", metavar="gpus=A..B", type=sweep, help="simulate A, 2A, 4A … B GPUs")
     add("--trace", metavar="FILE", type=Path, help="write the event log (.json or .json.gz)")
