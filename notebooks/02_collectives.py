@@ -113,20 +113,21 @@ Image("../docs/pictures/all_reduce.png")
 #
 # ## Around the ring
 #
-# The ranks form a circle. In each step, every rank sends one block to its right neighbor, and receives one block from its left
-# neighbor. All ranks do this at the same time. The picture shows four real ranks; each row shows what they hold after a step.
+# The ranks form a circle. In each round, every rank sends one block to its right neighbor, and receives one block from its
+# left neighbor. All ranks do this at the same time. The picture shows four real ranks; each row shows what they hold after a
+# round.
 
 # %%
 Image("../exercises/02_ring/picture.png")
 
 # %% [markdown]
-# On the left, follow one color from step to step: each rank passes on the block that it has just received. On the right, follow
-# one letter. Letter a is the sum that rank 0 gets in the end. It starts at rank 1 with only the share of rank 1. Each rank that
-# receives it adds its own share.
+# On the left, follow one color from round to round: each rank passes on the block that it has just received. On the right,
+# follow one letter. Letter a is the sum that rank 0 gets in the end. It starts at rank 1 with only the share of rank 1. Each
+# rank that receives it adds its own share.
 #
-# After W − 1 steps every rank is done. It has sent W − 1 blocks, and each block is 1/W of the tensor. No algorithm can do
-# better: a rank starts an all-gather with one of the W blocks, so other ranks must send it the remaining W − 1 ([Patarasuk and
-# Yuan, 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)).
+# After W − 1 rounds every rank is done. It has sent W − 1 blocks, and each block is 1/W of the tensor. With sends between two
+# ranks, no algorithm can do better: a rank starts an all-gather with one of the W blocks, so other ranks must send it the
+# remaining W − 1 ([Patarasuk and Yuan, 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)).
 #
 # ## What a rank sends
 #
@@ -182,8 +183,8 @@ for ranks in (2, 4, 8, 64, 1000):
 # Your two numbers are 1.75 GB and 1.998 GB. With more and more ranks, a rank sends almost the size of the tensor (almost twice
 # the size for all-reduce), and never more. So a thousand ranks need no faster links than ten.
 #
-# But the number of steps grows: there are W − 1 of them, one after the other. With small tensors the steps cost more than the
-# bytes, so libraries use trees and other algorithms ([Thakur, Rabenseifner and Gropp,
+# But the number of rounds grows: there are W − 1 of them, one after the other. With small tensors the rounds cost more than
+# the bytes, so libraries use trees and other algorithms ([Thakur, Rabenseifner and Gropp,
 # 2005](https://doi.org/10.1177/1094342005051521)). For FSDP this is a reason to gather many parameters at once: one block of a
 # transformer, not one matrix.
 #
