@@ -27,6 +27,7 @@ lesson.begin()
 # ## Two hooks
 #
 # `fully_shard` does not change a module's forward. It registers two hooks: one runs before the forward, the other after it.
+# (It also gives the module a new class, here FSDPLinear, which adds methods such as `unshard`.)
 
 # %%
 import textwrap
