@@ -333,7 +333,7 @@ for rank, (own, whole) in enumerate(launch(norms, 2)):
 # `grad.to_local().norm()` gives a number, but not the right one: it differs from rank to rank, and is always too small. With
 # more ranks it gets smaller, so a clipping threshold that was tuned on one number of ranks has another effect on another
 # number. For the right norm, the squares must be added up over the ranks. `torch.nn.utils.get_total_norm` does this for
-# DTensors: it returns the norm of the whole gradient.
+# DTensors: `full_tensor()` of its result is the norm of the whole gradient.
 #
 # A question to end with. The last layer's weights are freed after forward and gathered again at once, because this layer is the
 # first in backward. What would it cost to keep them, and what would you gain? Try it in the cell that prints the order: call
