@@ -5,9 +5,9 @@
 # this weight in forward and needs it in backward, and the optimizer must find the same parameter step after step. How can
 # something disappear and stay the same?
 #
-# **Write down two numbers before you go on.** A weight of 7 × 6 numbers, fp32, is sharded over 4 ranks. How many bytes of it
-# does the last rank always hold? And how many bytes does the weight take on each rank while it is whole? (The weight itself has
-# 168 bytes.)
+# **Write down two numbers before you go on.** A weight of 7 × 6 numbers, fp32, is sharded over 4 ranks. How many bytes does
+# the last rank always hold for it? And how many bytes does the weight take on each rank while it is whole? (The weight itself
+# has 168 bytes.)
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -143,8 +143,8 @@ for moment, state, kind, shape, shard, whole in launch(live, 4)[3]:
 #
 # Read the table from top to bottom:
 #
-# - Two objects exist as long as the model exists. Each transition registers the other of the two objects on the module; it
-#   never makes a new one. So an optimizer that holds object 1 always holds the right object.
+# - There are only two objects. Each transition registers the other one on the module, and makes no new one. So an optimizer
+#   that holds object 1 always holds the right object.
 # - While a gather is in flight, the state, the object and the memory stay as they were, because the bytes arrive in a buffer.
 #   The weight gets its memory and becomes whole only when the program waits for the gather. So a gather can start early
 #   (notebook 04).
@@ -243,9 +243,9 @@ for rank, (shape, same, padded_shard) in enumerate(launch(take_one_step, 4)):
 # ## A life, in time
 #
 # Four layers run one forward and one backward on two ranks. (Two rounds run first, so that hwfsdp learns the order of the
-# layers.) The step player shows the log. Press **play**, or go from event to event with the arrow keys. In *Parameters*, each row
-# is the weight of a layer. Watch one cell: it is green while its gather travels, plain yellow while the weight is whole, and
-# hatched again after the free. The pane *Code* shows the line of hwfsdp that caused the event.
+# layers.) The step player shows the log. Press **play**, or go from event to event with the arrow keys. In *Parameters*, each
+# row is the weight of a layer. Watch one cell: it is green from copy-in to copy-out, plain yellow while the weight is whole,
+# and hatched again after the free. The pane *Code* shows the line of hwfsdp that caused the event.
 
 # %%
 from hwfsdp import EventLog, record
@@ -284,8 +284,8 @@ for event in log.select(rank=0, owner="1"):
 # %% [markdown]
 # Copy-in puts this rank's shard into the buffer, and the all-gather fills the rest of it. Compute waits, `alloc` resizes the
 # storage, and copy-out copies from the buffer to the weight. After forward, `free` resizes the storage to 0 bytes. In backward
-# the same happens again. Then comes something new, a reduce-scatter: it sums the gradients of all ranks, and gives each rank
-# its rows (notebook 05).
+# the same happens again. Then comes something new, a reduce-scatter: it averages the gradients of all ranks, and gives each
+# rank its rows (notebook 05).
 #
 # What would you see if hwfsdp left out one of these steps? Without `free`, the results are right, but the memory peak is the
 # whole model. Without `wait`, the results are right or wrong by chance. Without the padding, ranks bring pieces of different
