@@ -5,11 +5,12 @@
 # communication overlap with compute at all?
 #
 # A model has four layers. On the GPUs of this notebook, gathering a layer takes 1.45 ms, its forward 2.2 ms, its backward 4.3
-# ms, and reducing its gradients 2.8 ms. Every layer is gathered twice, for forward and for backward, and reduced once.
+# ms, and reducing its gradients 2.84 ms. Every layer is gathered twice, for forward and for backward, and reduced once.
 #
 # **Write down two numbers before you go on.** First: for how many ms does the GPU wait for the network in a step if nothing
 # overlaps? Second: every layer is freed after its forward. The *host* (the CPU, which issues the work of the GPU) reads every
-# layer's output before it goes on. For how many ms must the GPU still wait if communication overlaps wherever it can?
+# layer's output, and the gradient of this output, before it goes on. For how many ms must the GPU still wait if communication
+# overlaps wherever it can?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
@@ -39,8 +40,8 @@ lesson.begin()
 # - **Reduce overlap** lets the next layer run its backward while gradients are reduced. It has no switch. But `fully_shard`
 #   takes an `FSDPCommContext`, the object that knows what is in flight, and we can tell this object to wait.
 #
-# In all runs the host reads a number from every layer's output, as in a program that logs norms. The end of this notebook
-# explains why.
+# In all runs the host reads a number from every layer's output and from its gradient, as in a program that logs norms. In the
+# code, `synchronize` stands for this: the host waits until the GPU is done. The end of this notebook explains why.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import torch
@@ -196,17 +197,19 @@ print(f"two gathers and a reduction: {2 * gather + reduction:.1f} ms")
 # ## What it costs
 #
 # Overlap costs memory, as the last column of the table shows: a buffer in flight exists longer if compute goes on at the same
-# time. Forward prefetch adds nothing to the peak here, because the peak is in the backward. One group ahead and one reduction
-# in flight are enough to hide communication. Without such a limit, the whole model could be in memory. The schedule guarantees
-# the limit.
+# time. Without overlap, the peak is a buffer of gradients (1 GiB in fp32) beside the shards. With all overlap, a whole layer
+# and the buffers of two gathers (0.5 GiB each in bf16) exist at the same time as this buffer. One group ahead and one
+# reduction in flight are enough to hide communication. Without such a limit, the whole model could be in memory. The schedule
+# guarantees the limit.
 #
 # The step player shows both runs on one clock: **A** is without overlap, **B** is with all overlap. Step through the backward
-# with the arrow keys, and look at *Memory* and *Parameters* when a wait of A begins. Count the groups in *Parameters* that are not
-# sharded at one moment. How many are there at most without overlap, and how many with both prefetches?
+# with the arrow keys, and look at *Memory* and *Parameters* when a wait of A begins. Count the groups in *Parameters* that are
+# gathering or whole at one moment. How many are there at most in A, and how many in B?
 #
 # <details><summary>Compare with your answer</summary>
 #
-# One without overlap. Two with prefetch: one computes, and the next one is on its way or lies in its buffer. There are never three.
+# One in A. Two in B: one computes, and the next one is on its way or lies in its buffer. There are never three. (In B a third
+# group may be reducing, but its whole weights are free.)
 #
 # </details>
 
