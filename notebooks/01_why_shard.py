@@ -4,8 +4,8 @@
 # The weights of an 8B model take 15 GiB in bf16, and a GPU has 80 GiB. So why can one GPU not train this model?
 #
 # **Write down two numbers before you go on:** how many GiB does one GPU need for weights, gradients and optimizer state of an
-# 8-billion-parameter model, trained in mixed precision with Adam? And how many GiB does each GPU need when 64 GPUs share all
-# three?
+# 8-billion-parameter model, trained in mixed precision with Adam? (Weights and gradients are in bf16. Adam keeps an fp32 copy
+# of each weight, and two moments in fp32.) And how many GiB does each GPU need when 64 GPUs share all three?
 
 # %% jupyter={"source_hidden": true} tags=["remove-input"]
 try:
