@@ -164,9 +164,9 @@ for setting, log in logs.items():
         print(f"{setting:<8}{op:<16}{moved.get(op, 0):>10,} B measured {closed:>10,} B closed form")
 
 # %% [markdown]
-# DDP moves the fewest: one all-reduce of the model, and no gathers. HSDP uses all three collectives. The model has 1.5 MiB. ZeRO-3 gathers it twice and reduces it once. ZeRO-2 saves the second gather. HSDP moves what ZeRO-3
-# moves, and in addition all-reduces the result of the reduce-scatter, half of the model, across the replicas. DDP all-reduces
-# the gradients and gathers nothing.
+# DDP moves the fewest: one all-reduce of the model, and no gathers. HSDP uses all three collectives. The model has 1.5 MiB.
+# ZeRO-3 gathers it twice and reduces it once. ZeRO-2 saves the second gather. HSDP moves what ZeRO-3 moves, and in addition
+# all-reduces the result of the reduce-scatter, half of the model, across the replicas.
 #
 # The table counts the bytes of whole tensors. If W ranks take part in a collective, a rank sends (W − 1) / W of these bytes
 # for a gather or a reduction, and twice as much for an all-reduce (notebook 02).
@@ -330,8 +330,8 @@ draw_costs()
 # ## What HSDP is for
 #
 # In the picture HSDP does not look good: it sends nearly as much as ZeRO-3, and keeps twice the states. But HSDP is about
-# *where* bytes go, and four ranks on one machine cannot show that. In the mesh above, gathers stay within a node, and only a
-# part of the gradients crosses nodes.
+# *where* bytes go, and four ranks on one machine cannot show that. If each row of the mesh is a node, gathers stay within a
+# node, and only a part of the gradients crosses nodes.
 #
 # So we run the same two functions again, on virtual H100 GPUs, eight in each node. The layers are now 8192 wide.
 
