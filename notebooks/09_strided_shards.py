@@ -36,8 +36,8 @@ print("dp: each column, across nodes:", ranks.T.tolist())
 
 # %% [markdown]
 # TP communicates in the middle of every layer, and compute waits for it. So the ranks of a TP group lie within a node, next to
-# each other: on the inner axis. FSDP communicates once per layer, ahead of time, and can cross nodes: it uses the outer axis.
-# So FSDP cuts *last*, but its axis is the *first* of the mesh. Everything below follows from this.
+# each other: on the inner axis. FSDP gathers and reduces while other layers compute, so it can cross nodes: it uses the outer
+# axis. So FSDP cuts *last*, but its axis is the *first* of the mesh. Everything below follows from this.
 #
 # ## On four ranks
 #
@@ -114,7 +114,7 @@ plot_sharding(ran[0][1], {"dp": 2, "tp": 2})
 #
 # ## What goes wrong otherwise
 #
-# Training works even if nobody asks which rows a rank holds. But a program must know it when it loads a checkpoint on other
+# Training works without knowing which rows a rank holds. But a program must know them when it loads a checkpoint on other
 # GPUs, or shows you a weight. Below, we put the four shards together in two ways: in the order of ranks, and as their
 # placements say. We compare both results with the weight after the same training step without any cut.
 
