@@ -284,9 +284,9 @@ for name, run in long.items():
     )
 
 # %% [markdown]
-# More GPUs could divide only the last column ("everything else"), and that is almost nothing. One remedy is to compute
-# activations again in the backward instead of keeping them; it costs time. Before you ask for more GPUs, find out what fills
-# the memory of the GPUs that you have.
+# More GPUs could divide only "everything else", and that is almost nothing. One remedy is to compute activations again in the
+# backward instead of keeping them; it costs time. Before you ask for more GPUs, find out what fills the memory of the GPUs
+# that you have.
 #
 # To simulate your own model, run this in a terminal: `hwfsdp simulate --model module:function --gpus 512`.
 #
