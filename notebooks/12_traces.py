@@ -149,8 +149,8 @@ healthy.view(eager, names=("healthy", "eager"))
 # eager run all gathers are issued at the start, and all four blocks lie in memory until their turn comes.
 #
 # The peak of all memory is the same here by chance: the healthy run reaches it in the backward, the eager one already in the
-# forward. With more blocks, only the eager run needs more, and a job that has no room for all of them runs out of memory. And if
-# the compute of one block already covers the gather of the next, the eager run gains nothing.
+# forward. With more blocks, only the buffers of the eager run get larger, and a job that has no room for all of them runs out
+# of memory. And if the compute of one block already covers the gather of the next, the eager run gains nothing.
 
 # %% [markdown]
 # ## Broken: slow, and the wrong one looks guilty
