@@ -42,9 +42,9 @@ print(done.stdout)
 # %% [markdown]
 # ## Your step
 #
-# The picture shows one step of five blocks, sharded by your file (above) and by hwfsdp (below). Gathers and reductions are on rows of
-# their own. The times are calculated from bytes and operations, so they are the same on every computer. On this machine the host
-# itself computes: only what your file starts early can hide behind compute.
+# The picture shows one step of five blocks, sharded by your file (above) and by hwfsdp (below). Gathers and reductions are on
+# rows of their own. The times are calculated from bytes and operations, so they are the same on every computer. On the
+# simulated machine the host itself computes: only what your file starts early can hide behind compute.
 #
 # If your file cannot run this step yet, you see hwfsdp alone.
 
