@@ -114,8 +114,8 @@ plot_sharding(ran[0][1], {"dp": 2, "tp": 2})
 #
 # ## What goes wrong otherwise
 #
-# Training works without knowing which rows a rank holds. But a program must know them when it loads a checkpoint on other
-# GPUs, or shows you a weight. Below, we put the four shards together in two ways: in the order of ranks, and as their
+# For training, no program needs to know which rows a rank holds. But a program must know them when it loads a checkpoint on
+# other GPUs, or shows you a weight. Below, we put the four shards together in two ways: in the order of ranks, and as their
 # placements say. We compare both results with the weight after the same training step without any cut.
 
 # %%
