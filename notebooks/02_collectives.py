@@ -64,8 +64,8 @@ show(ran)
 Image("../docs/pictures/all_gather.png")
 
 # %% [markdown]
-# **All-gather**: every rank has one shard and gets all shards, in the order of the ranks. FSDP gathers a parameter in this way
-# before the forward of its layer. The color shows which rank a number comes from.
+# **All-gather**: every rank has one shard, a piece of the whole, and gets all shards, in the order of the ranks. FSDP gathers
+# a parameter in this way before the forward of its layer. The color shows which rank a number comes from.
 
 # %%
 ran = launch(reduce, 4)
@@ -255,6 +255,6 @@ for event in launch(step_over_the_ring, 3)[0].select("send"):
 # forward. Notebooks 04 and 05 explain why, and why layer 0 is gathered *before* the gradient of layer 1 is reduced.
 #
 # By default `hwfsdp` does not use this ring: on the CPU of one machine ranks read each other's memory, and on GPUs the library
-# NCCL exchanges the bytes. Inputs and outputs are the same as with the ring.
+# NCCL exchanges the bytes. Except for the last bits of sums, the results are the same as with the ring.
 #
 # **Next:** [03, the life of one parameter](03_one_parameter.ipynb). **Write it yourself:** station 02 (`exercises/02_ring`).
