@@ -92,10 +92,10 @@ lesson.explore(
 # %% [markdown]
 # ## Two forms, two memories
 #
-# Every parameter has two forms. Optimizers and state dicts see the *sharded* form: a DTensor with this rank's rows, whose
-# memory is always there. The module computes with the *unsharded* form, whose memory comes and goes. In training, FSDP's hooks
-# call `unshard` and `reshard` around forward and backward. In the next cell, we call them by hand, and look at the last of four
-# ranks.
+# Every parameter has two forms. Optimizers and state dicts see the *sharded* form: a DTensor (torch's distributed tensor) with
+# this rank's rows, whose memory is always there. The module computes with the *unsharded* form, whose memory comes and goes.
+# In training, FSDP's hooks call `unshard` and `reshard` around forward and backward. In the next cell, we call them by hand,
+# and look at the last of four ranks.
 
 # %%
 from hwfsdp.core.state import state_of
@@ -244,8 +244,8 @@ for rank, (shape, same, padded_shard) in enumerate(launch(take_one_step, 4)):
 #
 # Four layers run one forward and one backward on two ranks. (Two rounds run first, so that hwfsdp learns the order of the
 # layers.) The step player shows the log. Press **play**, or go from event to event with the arrow keys. In *Parameters*, each
-# row is the weight of a layer. Watch one cell: it is green from copy-in to copy-out, plain yellow while the weight is whole,
-# and hatched again after the free. The pane *Code* shows the line of hwfsdp that caused the event.
+# row is the weight of a layer. Watch one cell: it is green while its rows are gathered, plain yellow while the weight is
+# whole, and hatched again after the free. The pane *Code* shows the line of hwfsdp that caused the event.
 
 # %%
 from hwfsdp import EventLog, record
