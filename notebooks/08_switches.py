@@ -166,7 +166,7 @@ for setting, log in logs.items():
 # %% [markdown]
 # DDP moves the fewest: one all-reduce of the model, and no gathers. HSDP uses all three collectives. The model has 1.5 MiB.
 # ZeRO-3 gathers it twice and reduces it once. ZeRO-2 saves the second gather. HSDP moves what ZeRO-3 moves, and in addition
-# all-reduces the result of the reduce-scatter, half of the model, across the replicas.
+# all-reduces the result of the reduce-scatter, half of the model, over the ranks of each column.
 #
 # The table counts the bytes of whole tensors. If W ranks take part in a collective, a rank sends (W − 1) / W of these bytes
 # for a gather or a reduction, and twice as much for an all-reduce (notebook 02).
