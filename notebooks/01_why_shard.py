@@ -176,10 +176,11 @@ plot_memory({f"{ranks} ranks": logs[ranks] for ranks in (2, 4)})
 
 # %% [markdown]
 # The bottom part (weights and optimizer state) stays between steps. It is half as high with four ranks as with two. The yellow
-# teeth above it are whole parameters, one block of the model at a time. The buffers above the teeth carry parameters and
-# gradients between the ranks. The teeth are as large with four ranks as with two. So on each GPU, FSDP needs memory for three
-# things: the state of the model divided by the number of ranks, **plus a block or two**, plus activations. The rest of this
-# course is about these teeth: when ranks gather parameters, when they free them, and how compute hides the time of the gathers.
+# teeth above it are whole parameters, one block of the model at a time. The orange part that grows in the backward is this
+# rank's rows of the gradients. The buffers at the top carry parameters and gradients between the ranks. The teeth are as large
+# with four ranks as with two. So on each GPU, FSDP needs memory for three things: the state of the model divided by the number
+# of ranks, **plus a block or two**, plus activations. The rest of this course is about these teeth: when ranks gather
+# parameters, when they free them, and how compute hides the time of the gathers.
 #
 # **Next:** [02, collectives by hand and by picture](02_collectives.ipynb). **Write it yourself** (a *station* is an exercise of
 # the course): station 01 (`exercises/01_rows`), and the closed forms of station 05 (`exercises/05_groups`).
