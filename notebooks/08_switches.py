@@ -205,9 +205,9 @@ for name in ("ZeRO-3", "HSDP", "DDP"):
     )
 
 # %% [markdown]
-# (Adam also counts its steps, in 4 bytes for each parameter.) ZeRO-2 has no line of its own. This program always keeps only a shard
-# between steps, so its ZeRO-2 keeps as much as ZeRO-3: whole parameters exist from forward to backward, and are gone when the
-# optimizer runs. The closed forms of ZeRO-1 and ZeRO-2 follow the paper, which keeps parameters whole all the time.
+# (Adam also counts its steps, in 4 bytes for each tensor.) ZeRO-2 has no line of its own. This program always keeps only a
+# shard between steps, so its ZeRO-2 keeps as much as ZeRO-3: whole parameters exist from forward to backward, and are gone
+# when the optimizer runs. The closed forms of ZeRO-1 and ZeRO-2 follow the paper, which keeps parameters whole all the time.
 #
 # ## Four micro-batches
 #
