@@ -197,10 +197,9 @@ print(f"two gathers and a reduction: {2 * gather + reduction:.1f} ms")
 # ## What it costs
 #
 # Overlap costs memory, as the last column of the table shows: a buffer in flight exists longer if compute goes on at the same
-# time. Without overlap, the peak is a buffer of gradients (1 GiB in fp32) beside the shards of weights and gradients (0.25 GiB
-# each). With all overlap, a whole layer and the buffers of two gathers (0.5 GiB each in bf16) exist at the same time as this
-# buffer. One group ahead and one reduction in flight are enough to hide communication. Without such a limit, the whole model
-# could be in memory. The schedule guarantees the limit.
+# time. With all overlap, the buffer of a reduction (1 GiB in fp32), a whole layer and the buffers of two gathers (0.5 GiB each
+# in bf16) exist at the same time. One group ahead and one reduction in flight are enough to hide communication. Without such a
+# limit, the whole model could be in memory. The schedule guarantees the limit.
 #
 # The step player shows both runs on one clock: **A** is without overlap, **B** is with all overlap. Step through the backward
 # with the arrow keys, and look at *Memory* and *Parameters* when a wait of A begins. Count the groups in *Parameters* that are
