@@ -64,7 +64,7 @@ def on_the_device(device: str, out: Path) -> list[Step]:
 
 def worlds(device: str, out: Path) -> list[Step]:
     """Run tests of order, memory and bits, in pretended worlds of one to three ranks (`tests/support/pretended.py`)."""
-    environ = {**one_gpu(device), "HWFSDP_TEST_DEVICE": device, "HWFSDP_PATIENCE": "4"}
+    environ = {**one_gpu(device), "HWFSDP_TEST_DEVICE": device}
     bits = "not changed and not elements" if device == "cuda" else "uneven or bf16"
     return [
         *files_of(

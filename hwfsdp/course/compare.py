@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def figures(mine: Step, theirs: Step) -> list[Row]:
-    """Return the rows of the table: times, µs in which bytes travel while no unit computes, bytes."""
+    """Return the rows of the table: times, ms in which bytes travel while no unit computes, bytes."""
     parts = {
         "forward": "gathers of the forward",
         "backward": "gathers of the backward",

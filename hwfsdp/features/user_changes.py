@@ -232,7 +232,7 @@ class FSDPParam(ExtensionParam):
             if self.writes == known:  # it gave its data, perhaps to be read only
                 return
             changed = "an optimizer step came before" if self.has_stepped else "the shard was written, too"
-            why = changed if self.has_stepped or is_changed else "it travels in a form of its own"
+            why = changed if self.has_stepped or is_changed else "its tensor extension gathers other data"
             self.warn_once(
                 f"was written while it was whole, but {why}. The values are lost. Call reshard(), and write to the "
                 "sharded parameter."
