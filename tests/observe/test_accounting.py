@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp import MixedPrecisionPolicy, UsageError, fully_shard, launch, record
-from hwfsdp.core.private_torch import REDUCES_IN_GRAD_DTYPE
 from hwfsdp.observe.accounting import (
     GroupSizes,
     MeshShape,
@@ -24,16 +24,13 @@ from hwfsdp.observe.accounting import (
     mesh_shape,
     model_state_bytes,
     peak_unsharded_bytes,
-    step_traffic,
     strategy_traffic,
-    unsharded_bytes,
 )
 from hwfsdp.observe.ledger import Ledger
-from models import Convolution, Model, even, stem, uneven
+from models import Model, stem, uneven
 from oracles import fresh, objective, shapes_by_group, wrap
 
 BF16_IN_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-ALL_BF16 = MixedPrecisionPolicy(torch.bfloat16)
 FP16_GRADIENTS = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 
 
@@ -55,22 +52,17 @@ class Case:
 
 CASES = {
     "uneven": Case(uneven),
-    "stem": Case(stem),
     "uneven, gathered in bf16, reduced in fp32": Case(uneven, 2, 4, {"mp_policy": BF16_IN_FP32}),
     "stem, reduced in fp16": Case(stem, 4, 2, {"mp_policy": FP16_GRADIENTS}),
-    # since 2.15, gradients are reduced in the dtype of the parameters, fp32
-    "convolution in bf16": Case(Convolution, 2, 4 if REDUCES_IN_GRAD_DTYPE else 2, {"mp_policy": ALL_BF16}),
     "stem, the root resharded too": Case(stem, options={"reshard_after_forward": True}),
     "uneven, nothing resharded after forward": Case(uneven, options={"reshard_after_forward": False}),
     "stem, one group": Case(stem, how="root"),
 }
 REPLICATED = {
     "DDP": Case(uneven, shards=1),
-    "HSDP": Case(uneven, shards=2),
-    "HSDP, even": Case(even, shards=2),
     "HSDP in bf16": Case(stem, 2, 4, {"mp_policy": BF16_IN_FP32}, shards=2),
 }
-CASES_OF = {1: {"stem": CASES["stem"]}, 3: CASES, 4: REPLICATED}  # by world size
+CASES_OF = {3: CASES, 4: REPLICATED}  # by world size
 
 
 def predicted_groups(case: Case) -> tuple[list[GroupSizes], list[GroupSizes]]:
@@ -100,54 +92,33 @@ def step(case: Case) -> tuple[dict[str, Any], StateBytes]:
     return log.summary(), StateBytes(params, alive["sharded_grad"], alive["optimizer_state"])
 
 
-@functools.cache
-def measured(world_size: int) -> list[dict[str, tuple[dict[str, Any], StateBytes]]]:
-    """Return case → measurements, for every rank."""
-    return launch(lambda: {n: step(case) for n, case in CASES_OF[world_size].items()}, world_size, timeout=60)
-
-
-def there(by_op: dict[str, int]) -> dict[str, int]:
-    return {op: number for op, number in by_op.items() if number}
-
-
-@pytest.mark.parametrize(("world_size", "name"), [(n, name) for n in CASES_OF for name in CASES_OF[n]])
-def test_a_step_moves_the_predicted_bytes(world_size: int, name: str) -> None:
-    case = CASES_OF[world_size][name]
-    of_blocks, of_root = predicted_groups(case)
-    groups = of_blocks + of_root
-    traffic = strategy_traffic(groups, case.strategy, world_size, case.shards)
-    mesh = mesh_shape(case.strategy, world_size, case.shards)
-    counts = {
-        "all_gather": sum(map(gathers_per_step, groups)) * (mesh.shard > 1),
-        "reduce_scatter": len(groups) * (mesh.shard > 1),
-        "all_reduce": len(groups) * (mesh.replicate > 1),
-    }
-    # the root is whole around its blocks, resharded in between or not
-    kept = [*of_root, *(group for group in of_blocks if not group.resharded_after_forward)]
-    passing = [group for group in of_blocks if group.resharded_after_forward]
-    shapes = [shape for group in groups for shape in group.shapes]
-    for rank, found in enumerate(measured(world_size)):
-        summary, states = found[name]
-        assert summary["bytes_by_op"] == there(traffic)
-        assert summary["count_by_op"] == there(counts)
-        assert summary["peak_unsharded_bytes"] == peak_unsharded_bytes(kept, passing, mesh.shard)
-        expected = model_state_bytes(shapes, case.strategy, world_size, case.shards, rank)
-        # and counts of steps
-        assert states == expected._replace(optimizer=expected.optimizer + 4 * len(shapes))
-
-
-# --- By hand -----------------------------------------------------------------------------------------------
-
-WEIGHT_AND_BIAS = GroupSizes([(5, 3), (1,)], gather_itemsize=2, reduce_itemsize=4)
-
-
-def test_parameters_are_padded_one_by_one() -> None:
-    for world_size, padded in [(1, 15 + 1), (2, 18 + 2), (4, 24 + 4), (8, 24 + 8)]:
-        assert WEIGHT_AND_BIAS.padded_numel(world_size) == padded
-        assert unsharded_bytes(WEIGHT_AND_BIAS, world_size) == 2 * padded
-        traffic = step_traffic([WEIGHT_AND_BIAS], world_size)
-        moves = world_size > 1
-        assert traffic == {"all_gather": 2 * 2 * padded * moves, "reduce_scatter": 4 * padded * moves}
+@pytest.mark.parametrize("world_size", CASES_OF)
+def test_a_step_moves_the_predicted_bytes(world_size: int) -> None:
+    ranks = launch(
+        lambda: {n: step(case) for n, case in CASES_OF[world_size].items()}, world_size, timeout=60
+    )
+    for name, case in CASES_OF[world_size].items():
+        of_blocks, of_root = predicted_groups(case)
+        groups = of_blocks + of_root
+        mesh = mesh_shape(case.strategy, world_size, case.shards)
+        traffic = strategy_traffic(groups, case.strategy, world_size, case.shards)
+        counts = {
+            "all_gather": sum(map(gathers_per_step, groups)) * (mesh.shard > 1),
+            "reduce_scatter": len(groups) * (mesh.shard > 1),
+            "all_reduce": len(groups) * (mesh.replicate > 1),
+        }
+        # the root is whole around its blocks, resharded in between or not
+        kept = [*of_root, *(group for group in of_blocks if not group.resharded_after_forward)]
+        passing = [group for group in of_blocks if group.resharded_after_forward]
+        shapes = [shape for group in groups for shape in group.shapes]
+        for rank, found in enumerate(ranks):
+            summary, states = found[name]
+            assert Counter(summary["bytes_by_op"]) == Counter(traffic), name
+            assert Counter(summary["count_by_op"]) == Counter(counts), name
+            assert summary["peak_unsharded_bytes"] == peak_unsharded_bytes(kept, passing, mesh.shard), name
+            expected = model_state_bytes(shapes, case.strategy, world_size, case.shards, rank)
+            # and counts of steps
+            assert states == expected._replace(optimizer=expected.optimizer + 4 * len(shapes)), name
 
 
 # --- Strategies, by hand and by the paper ------------------------------------------------------------------
@@ -155,27 +126,19 @@ def test_parameters_are_padded_one_by_one() -> None:
 PAPER = StateBytes(params=2, grads=2, optimizer=12)  # fp16 training with Adam: K = 12
 
 
-def test_bytes_of_model_states_equal_the_zero_papers() -> None:
-    """Figure 1 and table 1 of arXiv:1910.02054: 7.5 B parameters on 64 devices."""
-    for strategy, gigabytes in [
-        (Strategy.DDP, "120"),
-        (Strategy.ZERO1, "31.4"),
-        (Strategy.ZERO2, "16.6"),
-        (Strategy.ZERO3, "1.88"),
+def test_states_and_traffic_of_strategies_are_those_of_the_zero_paper() -> None:
+    """arXiv:1910.02054: table 1, for 7.5 B parameters on 64 devices; section 7, which leaves out the factor (W - 1) / W."""
+    groups = [GroupSizes([(64, 10), (64,)], 2, 2), GroupSizes([(128, 5)], 2, 2)]
+    for strategy, gigabytes, psi in [
+        (Strategy.DDP, 120, 2),
+        (Strategy.ZERO1, 31.4, 2),
+        (Strategy.ZERO2, 16.6, 2),
+        (Strategy.ZERO3, 1.88, 3),
     ]:
         states = model_state_bytes([(7_500_000_000,)], strategy, 64, per_element=PAPER)
-        decimals = len(gigabytes.partition(".")[2])
-        assert round(sum(states) / 1e9, decimals) == float(gigabytes)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "psi"), [(Strategy.DDP, 2), (Strategy.ZERO1, 2), (Strategy.ZERO2, 2), (Strategy.ZERO3, 3)]
-)
-def test_a_rank_sends_twice_the_model_or_three_times_as_in_the_zero_paper(strategy, psi):
-    """Section 7 of the paper, which leaves out the factor (W - 1) / W."""
-    groups = [GroupSizes([(64, 10), (64,)], 2, 2), GroupSizes([(128, 5)], 2, 2)]
-    sent = bytes_sent(strategy_traffic(groups, strategy, 64), mesh_shape(strategy, 64))
-    assert sum(sent.values()) * 64 == psi * 2 * (640 + 64 + 640) * 63
+        assert sum(states) / 1e9 == pytest.approx(gigabytes, rel=0.003)
+        sent = bytes_sent(strategy_traffic(groups, strategy, 64), mesh_shape(strategy, 64))
+        assert sum(sent.values()) * 64 == psi * 2 * (640 + 64 + 640) * 63
 
 
 def test_bytes_of_model_states_equal_counts_made_by_hand() -> None:

@@ -1,8 +1,7 @@
-"""Clocks of several machines, pretended on one. The error of the measurement is at most half a round trip."""
+"""Clocks of several machines, pretended on one: gathered logs are on one axis of time."""
 
 from __future__ import annotations
 
-import functools
 import socket
 import time
 from typing import Any
@@ -13,24 +12,9 @@ import torch.distributed as dist
 
 from hwfsdp import EventLog, launch, record
 from hwfsdp.observe import events, recording
-from hwfsdp.observe.clocks import Offset, RankClock, answer_with_time, measure_offset, shifts_to_one_axis
-from hwfsdp.observe.events import HostMark
+from hwfsdp.observe.clocks import RankClock, shifts_to_one_axis
 
 AHEAD = 1e9  # µs that each rank's clock is ahead of the one before
-
-
-def clock_ahead() -> float:
-    return HostMark().us() + AHEAD * dist.get_rank()
-
-
-def measured_by_the_first() -> dict[int, Offset]:
-    found = {}
-    for peer in range(1, dist.get_world_size()):
-        if dist.get_rank() == 0:
-            found[peer] = measure_offset(peer, dist.group.WORLD, now=clock_ahead)
-        elif dist.get_rank() == peer:
-            answer_with_time(0, dist.group.WORLD, now=clock_ahead)
-    return found
 
 
 def around_a_barrier(machine: str | None) -> EventLog | None:
@@ -50,30 +34,6 @@ def around_a_barrier(machine: str | None) -> EventLog | None:
             return recording.gather_log(log)
 
 
-def gather_in_parts() -> list[int] | None:
-    parts = [dist.new_group([0]), dist.new_group([1, 2])]
-    with record() as log, events.span("copy_in", "compute"):
-        pass
-    found = recording.gather_log(log, parts[min(1, dist.get_rank())])
-    return found and found.ranks
-
-
-@functools.cache
-def on_three_ranks() -> list[tuple[dict[int, Offset], dict[str | None, EventLog | None], list[int] | None]]:
-    def on_a_rank() -> Any:
-        logs = {machine: around_a_barrier(machine) for machine in (None, "machine")}
-        return measured_by_the_first(), logs, gather_in_parts()
-
-    return launch(on_a_rank, 3, timeout=60)
-
-
-def test_an_offset_is_wrong_by_half_of_the_shortest_round_trip_at_most() -> None:
-    found = on_three_ranks()[0][0]
-    assert sorted(found) == [1, 2]
-    for peer, offset in found.items():
-        assert abs(offset.us - AHEAD * peer) <= offset.error_us < AHEAD / 2
-
-
 @pytest.mark.parametrize(
     ("given", "shifts"),
     [
@@ -87,26 +47,35 @@ def test_times_count_from_the_earliest_origin_of_the_first_machine(given, shifts
     assert shifts_to_one_axis(given) == shifts
 
 
-@pytest.mark.parametrize("machine", [None, "machine"])
-def test_gathered_logs_are_on_one_axis_on_one_machine_and_on_several(machine: str | None) -> None:
+def gathered_of_two() -> list[int] | None:
+    """Gather the logs of the first rank, and of the other two ranks."""
+    parts = [dist.new_group([0]), dist.new_group([1, 2])]
+    with record() as log, events.span("copy_in", "compute"):
+        pass
+    found = recording.gather_log(log, parts[min(1, dist.get_rank())])
+    return found and found.ranks
+
+
+def test_gathered_logs_are_on_one_axis_on_one_machine_and_on_several() -> None:
     """Spans of all ranks before a barrier end before spans of all ranks after it begin."""
-    first, *others = [logs[machine] for _, logs, _ in on_three_ranks()]
-    assert others == [None, None]
-    assert first is not None and first.ranks == [0, 1, 2]
-    assert len(set(first.clocks.values())) == 1
+
+    def on_a_rank() -> tuple[Any, ...]:
+        return around_a_barrier(None), around_a_barrier("machine"), gathered_of_two()
+
+    ranks = launch(on_a_rank, 3, timeout=60)
+    assert [found[2] for found in ranks] == [[0], [1, 2], None]
     # for a round trip; small against the 1 s between the clocks
-    slack = 0.0 if machine is None else AHEAD / 1e3
-    for before in first.select("copy_in"):
-        for after in first.select("copy_out"):
-            assert before.end_us <= after.start_us + slack
-            assert after.start_us - before.end_us < AHEAD / 2
-    assert min(e.start_us for e in first.events) >= 0 - slack
+    for (first, *others), slack in zip(zip(*ranks, strict=True), (0.0, AHEAD / 1e3), strict=False):
+        assert others == [None, None]
+        assert first.ranks == [0, 1, 2]
+        assert len(set(first.clocks.values())) == 1
+        for before in first.select("copy_in"):
+            for after in first.select("copy_out"):
+                assert before.end_us <= after.start_us + slack
+                assert after.start_us - before.end_us < AHEAD / 2
+        assert min(e.start_us for e in first.events) >= 0 - slack
 
 
 def test_containers_of_one_host_name_are_told_apart_by_the_start_of_their_machine() -> None:
     with mock.patch.object(socket, "gethostname", lambda: "node"):
         assert recording.this_machine() not in ("node", "")
-
-
-def test_ranks_outside_the_group_have_no_part_in_it() -> None:
-    assert [ranks for _, _, ranks in on_three_ranks()] == [[0], [1, 2], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from figures import events_of
+from figures import events_of, training_log
 from hwfsdp import UsageError
 from hwfsdp.observe.clocks import RankClock
 from hwfsdp.observe.eventlog import EventLog, clocks_about
 from hwfsdp.observe.events import Event, Sample
 from hwfsdp.observe.step_times import Interval, intersect, length, subtract, union
 from hwfsdp.observe.perfetto import to_trace
+from hwfsdp.observe.run_info import GroupAbout, ParamAbout
 
 # --- Intervals: the oracle is the set of the integers in them ----------------------------------------------
 
@@ -95,53 +97,37 @@ def test_the_summary_of_a_small_step_equals_the_one_computed_by_hand() -> None:
 
 
 OUTER = ("forward", "compute", 0, 100)  # the module around the group, which is open all the time
-GATHERED = ("all_gather", "all_gather", 10, 20)
-WAITED = ("wait", "compute", 14, 20, {"after": (1,)})
+GATHER = ("all_gather", "all_gather", 10, 20)
+WAIT = ("wait", "compute", 14, 20, {"after": (1,)})
+AGAIN = ("all_gather", "all_gather", 20, 30)
+SCATTER = ("reduce_scatter", "reduce_scatter", 10, 20)
 
 
-def test_nothing_is_hidden_by_a_rank_that_waits_for_a_collective_as_soon_as_it_has_issued_it() -> None:
-    for rows, blocking, exposed in [
-        ([OUTER, GATHERED, WAITED, ("forward", "compute", 20, 30)], True, 10),
-        ([OUTER, GATHERED, ("forward", "compute", 12, 13), WAITED], False, 6),
-        ([OUTER, GATHERED, ("forward", "compute", 5, 12), WAITED], False, 6),
-        ([OUTER, GATHERED, ("copy_in", "copy", 12, 13), WAITED], True, 10),
-        ([OUTER, GATHERED], False, 0),  # nothing waits for it
-        ([OUTER, ("broadcast", "compute", 10, 20)], True, 10),
-        ([OUTER, GATHERED, ("all_gather", "all_gather", 20, 30), WAITED], False, 10),  # one more
-        ([OUTER], False, 0),
+def test_communication_is_exposed_where_compute_does_nothing_or_waits_for_it_at_once() -> None:
+    for rows, blocking, exposed, overlap in [
+        ([OUTER, GATHER, WAIT, ("forward", "compute", 20, 30)], True, 10, 0),
+        ([OUTER, GATHER, ("forward", "compute", 12, 13), WAIT], False, 6, 0.4),
+        ([OUTER, GATHER, ("forward", "compute", 5, 12), WAIT], False, 6, 0.4),
+        ([OUTER, GATHER, ("copy_in", "copy", 12, 13), WAIT], True, 10, 0),
+        ([OUTER, GATHER], False, 0, 1),  # nothing waits for it
+        ([OUTER, ("broadcast", "compute", 10, 20)], True, 10, 0),
+        ([OUTER, GATHER, AGAIN, WAIT], False, 10, 0.5),
+        ([OUTER], False, 0, 0),
+        ([GATHER, ("copy_in", "copy", 10, 20)], False, 10, 0),
+        ([GATHER, ("copy_in", "compute", 10, 20)], False, 0, 1),
+        ([GATHER, ("alloc", "compute", 10, 20)], False, 10, 0),
+        ([GATHER, SCATTER, ("backward", "compute", 10, 15)], False, 5, 0.5),
     ]:
         summary = EventLog(events_of(0, *rows)).summary()
-        assert (summary["blocking"], summary["by_rank"][0]["blocking"]) == (blocking, blocking)
-        assert summary["exposed_comm_us"] == exposed
-        assert not blocking or summary["overlap_fraction"] == 0
-
-
-GATHER = ("all_gather", "all_gather", 0, 10)
-SCATTER = ("reduce_scatter", "reduce_scatter", 0, 10)
-
-
-def test_communication_is_exposed_where_compute_does_nothing() -> None:
-    for rows, exposed, overlap in [
-        ([("forward", "compute", 0, 10)], 0, 0.0),
-        ([GATHER, ("copy_in", "copy", 0, 10)], 10, 0.0),
-        ([GATHER, ("copy_in", "compute", 0, 10)], 0, 1.0),
-        ([GATHER, ("alloc", "compute", 0, 10)], 10, 0.0),
-        ([GATHER, SCATTER, ("backward", "compute", 0, 5)], 5, 0.5),
-    ]:
-        summary = EventLog(events_of(0, *rows)).summary()
+        assert (summary["blocking"], summary["by_rank"][0]["blocking"]) == (blocking, blocking), rows
         assert (summary["exposed_comm_us"], summary["overlap_fraction"]) == (exposed, pytest.approx(overlap))
 
 
 def test_times_are_per_optimizer_step_and_bytes_are_not() -> None:
-    again = {"step": 1}
-    twice = [
-        *STEP,
-        *((op, s, a + 50, b + 50, {**(rest[0] if rest else {}), **again}) for op, s, a, b, *rest in STEP),
-    ]
-    once, both = EventLog(events_of(0, *STEP)).summary(), EventLog(events_of(0, *twice)).summary()
+    once, both = (training_log(1, 2, steps).summary() for steps in (1, 2))
     for times in ("step_us", "exposed_comm_us", "overlap_fraction"):
-        assert both[times] == pytest.approx(once[times])
-    assert both["bytes_by_op"] == {op: 2 * n for op, n in once["bytes_by_op"].items()}
+        assert both[times] == pytest.approx(once[times], rel=0.1)
+    assert both["count_by_op"] == {op: 2 * n for op, n in once["count_by_op"].items()}
 
 
 def test_a_summary_of_several_ranks_has_mean_times_maximum_memory_and_one_ranks_bytes() -> None:
@@ -159,20 +145,6 @@ def test_a_summary_of_several_ranks_has_mean_times_maximum_memory_and_one_ranks_
         alone = log.of_rank(rank).summary()
         assert times == {name: alone[name] for name in times}
     assert (found["skew_us"], found["skew_max_us"], found["slowest_rank"]) == (0.0, 0.0, None)
-
-
-def test_ranks_in_lockstep_have_equal_steps_even_if_one_begins_or_ends_late() -> None:
-    def rank_log(rank: int, *rows: tuple[Any, ...]) -> EventLog:
-        clock = RankClock(1000.0 + 40 * rank, "here")
-        return EventLog(events_of(rank, *rows), about=clocks_about({rank: clock}))
-
-    steps = [("optimizer", "compute", at, at + 10, {"step": n}) for n, at in enumerate((90, 190))]
-    early = rank_log(
-        0, ("forward", "compute", 0, 90), *steps, ("all_reduce", "compute", 200, 280, {"step": 2})
-    )
-    late = rank_log(1, *((op, s, a - 40, b - 40, d) for op, s, a, b, d in steps))
-    by_rank = EventLog.merge([early, late]).summary()["by_rank"]
-    assert [by_rank[rank]["step_us"] for rank in (0, 1)] == [100, 100]
 
 
 def gathers(rank: int, *begins: float, owner: str = "a") -> list[Event]:
@@ -215,6 +187,16 @@ def test_ranks_of_machines_that_were_not_compared_keep_their_own_time_and_have_n
     assert merged.summary()["skew_us"] is None
 
 
+def test_ranks_in_lockstep_have_equal_steps_even_if_one_begins_or_ends_late() -> None:
+    early, late = clocked(0, 1000.0), clocked(1, 1040.0)
+    ends = [("optimizer", "compute", at, at + 10, {"step": n}) for n, at in enumerate((90, 190))]
+    more = ("all_reduce", "compute", 200, 280, {"step": 2})
+    early.events = events_of(0, ("forward", "compute", 0, 90), *ends, more)
+    late.events = events_of(1, *((op, stream, a - 40, b - 40, step) for op, stream, a, b, step in ends))
+    by_rank = EventLog.merge([early, late]).summary()["by_rank"]
+    assert [by_rank[rank]["step_us"] for rank in (0, 1)] == [100, 100]
+
+
 def test_an_empty_log_has_a_summary_of_zeros() -> None:
     summary = EventLog().summary()
     assert not any(value for value in summary.values())
@@ -225,7 +207,7 @@ def test_an_empty_log_has_a_summary_of_zeros() -> None:
 
 
 def test_nothing_happens_before_itself_or_before_events_of_another_rank() -> None:
-    rows = [GATHER, ("wait", "compute", 0, 12, {"after": (0,)})]
+    rows = [GATHER, ("wait", "compute", 10, 22, {"after": (0,)})]
     log = EventLog(events_of(0, *rows) + events_of(1, *rows))
     ordered = [
         (a.rank, a.seq, b.rank, b.seq) for a in log.events for b in log.events if log.happens_before(a, b)
@@ -237,29 +219,15 @@ def test_nothing_happens_before_itself_or_before_events_of_another_rank() -> Non
 
 # --- The file ----------------------------------------------------------------------------------------------
 
+
+PARAM = ParamAbout("weight", (3, 2), "float32", "float32", 4, "float32", 4, True)
 ABOUT: dict[str, Any] = {
     "world_size": 2,
     "torch": "2.13",
     "device": "cpu",
     "clocks": {"0": [1.5, "here"]},
-    "groups": [
-        {
-            "fqn": "",
-            "shards": 2,
-            "replicas": 1,
-            "gathered_again_from": 0,
-            "params": [
-                {
-                    **{"fqn": "weight", "shape": [3, 2], "dtype": "float32", "trained": True},
-                    **{"gather_dtype": "float32", "gather_itemsize": 4},
-                    **{"reduce_dtype": "float32", "reduce_itemsize": 4},
-                }
-            ],
-        }
-    ],
+    "groups": [asdict(GroupAbout("", 2, 1, 0, (PARAM,)))],
 }
-
-
 GONE = "this field is taken away"
 
 
@@ -286,23 +254,20 @@ def forged(place: str, field: str, value: Any) -> str:
 FORGED = [
     *(("event", "dur_us", value) for value in ("@1e999@", -5.0, "long", True)),
     *(("event", "bytes", value) for value in (10**400, -5, 1.5)),
-    *(("event", "rank", value) for value in (-1, 10**18)),
+    ("event", "rank", 10**18),
     *(("event", field, GONE) for field in ("seq", "after")),
     *(("event", "after", value) for value in ([True], 7, [10**30])),
     ("event", "reads", [-1]),
-    *(("event", field, 3) for field in ("op", "owner", "dtype")),
+    ("event", "owner", 3),
     *(("event", field, "unknown") for field in ("op", "stream", "color")),
-    *(("sample", "pid", value) for value in (1.5, 0, True)),
-    ("sample", "ts", "@1e999@"),
-    ("sample", "name", 7),
+    *(("sample", field, value) for field, value in (("pid", 0), ("ts", "@1e999@"), ("name", 7))),
     *(("sample's args", "bytes", value) for value in ("many", -1, GONE)),
     *(("about", "clocks", value) for value in (7, {"0": [1]}, {"zero": [1, "m"]}, {"-1": [1, "m"]})),
     *(("about", "world_size", value) for value in (0, "2", 10**30)),
     *(("about", "groups", value) for value in (7, [3])),
-    *(("group", "shards", value) for value in (0, "2")),
+    ("group", "shards", 0),
     *(("param", "shape", value) for value in ([], [-3], 3)),
-    *(("param", "gather_itemsize", value) for value in (0, 10**9)),
-    *(("param", field, 1) for field in ("fqn", "dtype", "trained")),
+    *(("param", field, 10**9) for field in ("gather_itemsize", "fqn", "trained")),
 ]
 
 
@@ -317,29 +282,22 @@ def test_a_value_that_no_recording_writes_is_refused_in_one_line_that_names_its_
         assert field in said and said.isprintable() and len(said) < 300 + len(str(path))
 
 
-TWO_OF_ONE_NUMBER = to_trace([Event(0, 0, "forward", "compute")] * 2, {})
-CORRUPT = {
-    "empty": "",
-    "no events": "{}",
-    "event: null": '{"traceEvents": [null]}',
-    "event: no phase": '{"traceEvents": [{"name": "no phase"}]}',
-    "event: twice": json.dumps(TWO_OF_ONE_NUMBER),
-    "nested without end": "[" * 100_000,
-    "a number without end": '{"traceEvents": ' + "9" * 5000 + "}",
-}
-
-
-@pytest.mark.parametrize(
-    "content", [*CORRUPT.values(), bytes(range(256)), None], ids=[*CORRUPT, "binary", "missing"]
-)
-def test_a_file_that_is_no_log_is_refused_in_one_line_that_names_it(
-    content: str | bytes | None, tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_log_is_refused_in_one_line_that_names_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    if content is not None:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(UsageError) as refusal:
-        EventLog.load(path)
-    assert str(path) in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-    assert "ValueError" not in str(refusal.value)
+    for content in [
+        None,
+        b"",
+        b"{}",
+        b'{"traceEvents": [null]}',
+        b'{"traceEvents": [{"name": "no phase"}]}',
+        json.dumps(to_trace([Event(0, 0, "forward", "compute")] * 2, {})).encode(),  # two of one number
+        b"[" * 100_000,
+        b'{"traceEvents": ' + b"9" * 5000 + b"}",
+        bytes(range(256)),
+    ]:
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(UsageError) as refusal:
+            EventLog.load(path)
+        assert str(path) in str(refusal.value)
+        assert "\n" not in str(refusal.value) and "ValueError" not in str(refusal.value)
