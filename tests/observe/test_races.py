@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
 import models
-import suites
+from figures import events_of
 from hwfsdp import EventLog, launch, record
 from hwfsdp.observe.events import STREAMS, Event
 from hwfsdp.observe.races import Order, find_races
-from oracles import BF16_FP32, Case, Training, accumulate, ours
+from oracles import Case, Training, accumulate, ours
 
 # --- The oracle: all paths, one by one ---------------------------------------------------------------------
 
@@ -101,77 +101,37 @@ def test_a_span_is_not_over_before_the_spans_inside_it_begin() -> None:
 # --- Races by hand -----------------------------------------------------------------------------------------
 
 
-def on(stream: str, op: str, start: float, **details: Any) -> dict[str, Any]:
-    return {"op": op, "stream": stream, "start_us": start, "dur_us": 1.0, "owner": "a", **details}
-
-
-def log_of(*rows: dict[str, Any], rank: int = 0) -> EventLog:
-    return EventLog([Event(rank, seq, **row) for seq, row in enumerate(rows)])
-
-
-GATHER = on("all_gather", "all_gather", 0, writes=(7,))
-COPY_OUT = on("compute", "copy_out", 5, reads=(7,))
-NEXT = on("copy", "copy_in", 9, writes=(7,))
+GATHER = ("all_gather", "all_gather", 0, 1, {"owner": "a", "writes": (7,)})
+COPY_OUT = ("copy_out", "compute", 5, 6, {"owner": "a", "reads": (7,)})
+READ = ("copy_out", "compute", 5, 6, {"owner": "a", "reads": (7,), "after": (0,)})
+FORWARD = ("forward", "compute", 0, 10, {"reads": (7,)})
+NEXT, FREE, EARLY_FREE = (
+    (op, stream, start, start + 1, {"writes": (7,)})
+    for op, stream, start in (("copy_in", "copy", 9), ("free", "copy", 9), ("free", "compute", 5))
+)
 
 
 def test_a_race_names_both_events_the_memory_and_the_danger() -> None:
-    log = log_of(GATHER, COPY_OUT, rank=3)
-    (race,) = find_races(log)
-    assert (race.first, race.second, race.storage) == (*log.events, 7)
-    assert race.sentence == (
-        "Rank 3, memory 7: copy_out of 'a' (event 1) may read what all_gather of 'a' (event 0) has not written yet; "
-        "compute does not wait for all_gather."
-    )
-
-
-FORWARD = {**on("compute", "forward", 0, reads=(7,)), "dur_us": 10.0}
-READ = {**COPY_OUT, "after": (0,)}
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
+    for rows, said in [
+        (
+            [GATHER, COPY_OUT],
+            "Rank 3, memory 7: copy_out of 'a' (event 1) may read what all_gather of 'a' (event 0) has not written yet; "
+            "compute does not wait for all_gather.",
+        ),
         ([GATHER, READ, NEXT], "may overwrite the memory that copy_out of 'a' (event 1) still reads"),
-        ([GATHER, READ, {**NEXT, "op": "free"}], "may give the memory away that copy_out of 'a' (event 1)"),
+        ([GATHER, READ, FREE], "may give the memory away that copy_out of 'a' (event 1)"),
         ([GATHER, NEXT], "may come before all_gather of 'a' (event 0) has written there"),
-        ([FORWARD, on("compute", "free", 5, writes=(7,))], "on compute it begins before the other has ended"),
-    ],
-)
-def test_a_race_names_its_danger(rows: list[dict[str, Any]], said: str) -> None:
-    (race,) = find_races(log_of(*rows))
-    assert said in race.sentence
-
-
-def test_memory_of_another_rank_is_other_memory() -> None:
-    gather, read = log_of(GATHER, COPY_OUT).events
+        ([FORWARD, EARLY_FREE], "on compute it begins before the other has ended"),
+    ]:
+        log = EventLog(events_of(3, *rows))
+        (race,) = find_races(log)
+        assert (race.first, race.second, race.storage) == (*log.events[-2:], 7)
+        assert said in race.sentence
+    gather, read = events_of(0, GATHER, COPY_OUT)  # memory of another rank is other memory
     assert find_races(EventLog([gather, replace(read, rank=1)])) == []
 
 
 # --- Real runs ---------------------------------------------------------------------------------------------
-
-
-def evaluate_between(training: Training) -> None:
-    for seed in range(2):
-        training.loss(seed).backward()
-        training.optimizer.step()
-        with torch.no_grad():
-            training.loss(seed)
-        training.optimizer.zero_grad()
-
-
-def unshard_by_hand(training: Training) -> None:
-    training.steps()
-    training.model.unshard(async_op=True).wait()
-    training.model.reshard()
-    training.steps()
-
-
-def prefetch_by_hand(training: Training) -> None:
-    blocks = training.model.blocks
-    for block, following in zip(blocks, blocks[1:], strict=False):
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
-    training.steps()
 
 
 def step_with_a_closure(training: Training) -> None:
@@ -216,14 +176,8 @@ def gather_in_the_optimizer(training: Training) -> None:
 RUNS: dict[str, Case] = {
     "blocks": Case(models.graded),
     "root with parameters": Case(models.stem),
-    "bf16": Case(models.stem, options={"policy": BF16_FP32}),
     "checkpointing": Case(functools.partial(models.checkpointed, False)),
-    "reentrant checkpointing": Case(functools.partial(models.checkpointed, True)),
-    "a module twice": Case(models.twice),
     "accumulation": Case(models.stem, functools.partial(accumulate, pattern="nb")),
-    "evaluation in between": Case(models.stem, evaluate_between),
-    "unsharded by hand": Case(models.stem, unshard_by_hand),
-    "prefetch by hand": Case(models.stem, prefetch_by_hand),
     "a step with a closure": Case(models.stem, step_with_a_closure),
     "steps in the backward": Case(models.stem, step_in_the_backward),
     "reductions in the backward": Case(models.graded, reduce_in_the_backward),
@@ -239,40 +193,17 @@ def recorded(case: Case) -> EventLog:
     return log
 
 
-FAST = (
-    *("blocks", "root with parameters", "accumulation", "checkpointing"),
-    *(
-        "a step with a closure",
-        "steps in the backward",
-        "reductions in the backward",
-        "gathers in the optimizer",
-    ),
-)
-
-
 @functools.cache
-def logs_of_runs(names: tuple[str, ...]) -> dict[str, EventLog]:
-    ranks = launch(lambda: {name: recorded(RUNS[name]) for name in names}, 2, timeout=120)
-    return {name: EventLog.merge(rank[name] for rank in ranks) for name in names}
+def logs_of_runs() -> dict[str, EventLog]:
+    ranks = launch(lambda: {name: recorded(case) for name, case in RUNS.items()}, 2, timeout=120)
+    return {name: EventLog.merge(rank[name] for rank in ranks) for name in RUNS}
 
 
-@functools.cache
-def hybrid_log() -> EventLog:
-    hybrid = Case(models.graded, options={"shape": (2, 2)})
-    return EventLog.merge(launch(recorded, 4, hybrid, timeout=120))
-
-
-def log_of_run(name: str) -> EventLog:
-    if name == "hybrid":
-        return hybrid_log()
-    return logs_of_runs(FAST if name in FAST else tuple(name for name in RUNS if name not in FAST))[name]
-
-
-@pytest.mark.parametrize("name", suites.fast_are(FAST, [*RUNS, "hybrid"]))
+@pytest.mark.parametrize("name", RUNS)
 def test_no_run_of_ours_has_a_race(name: str) -> None:
-    assert log_of_run(name).select("all_gather", "all_reduce")
-    assert log_of_run(name).select("optimizer")
-    assert [race.sentence for race in find_races(log_of_run(name))] == []
+    log = logs_of_runs()[name]
+    assert log.select("all_gather", "all_reduce") and log.select("optimizer")
+    assert [race.sentence for race in find_races(log)] == []
 
 
 def without(log: EventLog, cut: Callable[[Event, Event], bool]) -> EventLog:
@@ -293,35 +224,31 @@ EDGES = [  # (the waiting stream, the other stream), and words about at least on
     ("copy", "compute", "copy_in of 'blocks.1' .* may read what optimizer .* has not written"),
     ("reduce_scatter", "compute", "reduce_scatter of 'blocks.1' .* may read what copy_in of 'blocks.1'"),
     ("compute", "reduce_scatter", "free .* may give the memory away that reduce_scatter of 'blocks.1'"),
+]
+EDGES_OF_HYBRID = [
     ("all_reduce", "reduce_scatter", "all_reduce of 'blocks.1' .* reduce_scatter of 'blocks.1'"),
     ("compute", "all_reduce", "optimizer .* may read what all_reduce of 'blocks.1'"),
 ]
 
 
-@pytest.mark.parametrize(("waiting", "awaited", "sentence"), suites.fast_are(EDGES[:6], EDGES))
-def test_a_stream_that_does_not_wait_for_another_is_found_and_named(
-    waiting: str, awaited: str, sentence: str
-) -> None:
-    log = log_of_run("hybrid" if "all_reduce" in (waiting, awaited) else "blocks")
-    races = find_races(without(log, lambda a, b: (b.stream, a.stream) == (waiting, awaited)))
-    assert any(re.search(sentence, race.sentence) for race in races), [race.sentence for race in races][:5]
+def assert_missing_waits_are_found(log: EventLog, edges: list[tuple[str, str, str]]) -> None:
+    for waiting, awaited, sentence in edges:
+        races = find_races(
+            without(log, lambda a, b: (b.stream, a.stream) == (waiting, awaited))
+        )  # noqa: B023
+        assert any(re.search(sentence, race.sentence) for race in races), (waiting, awaited)
 
 
-def edges(events: Iterable[Event]) -> list[tuple[int, int]]:
-    return [(seq, e.seq) for e in events for seq in e.after]
+def test_a_stream_that_does_not_wait_for_another_is_found_and_named() -> None:
+    assert_missing_waits_are_found(logs_of_runs()["blocks"], EDGES)
 
 
-@pytest.mark.parametrize("name", ["root with parameters", suites.long("hybrid")])
-def test_removing_any_necessary_wait_is_found_as_a_race(name: str) -> None:
-    """The closure tells which waits are necessary: without them, two accesses to one memory have no path."""
-    events = [e for e in log_of_run(name).of_rank(0).events if e.step < 2]
-    matter = []
-    for first, second in edges(events):
-        cut = without(EventLog(events), lambda a, b: (a.seq, b.seq) == (first, second)).events  # noqa: B023
-        races, safe = find_races(EventLog(cut)), is_safe(cut)
-        assert (races == []) == safe, (first, second)
-        matter += [] if safe else [(events[first].stream, events[second].stream)]
-    assert set(matter) >= {("all_gather", "compute"), ("copy", "all_gather"), ("compute", "reduce_scatter")}
+@pytest.mark.long
+def test_hybrid_sharding_has_no_race_unless_a_stream_does_not_wait_for_its_all_reduce() -> None:
+    hybrid = Case(models.graded, options={"shape": (2, 2)})
+    log = EventLog.merge(launch(recorded, 4, hybrid, timeout=120))
+    assert log.select("all_reduce") and find_races(log) == []
+    assert_missing_waits_are_found(log, EDGES_OF_HYBRID)
 
 
 # --- Plain collectives of torch.distributed ----------------------------------------------------------------
@@ -405,18 +332,9 @@ def races_of_plain_programs() -> dict[str, tuple[list[str], list[str]]]:
     return {**found, "blocking": (right, [])}
 
 
-@functools.cache
-def plain_programs() -> list[dict[str, tuple[list[str], list[str]]]]:
-    return launch(races_of_plain_programs, 2, timeout=60)
-
-
-@pytest.mark.parametrize("name", [*ASYNCHRONOUS, "blocking"])
-def test_a_plain_collective_waits_for_compute_and_only_a_program_that_forgets_to_wait_has_races(
-    name: str,
-) -> None:
-    for found in plain_programs():
-        right, wrong = found[name]
-        assert right == []
-        assert name == "blocking" or any(
-            re.match(r"Rank \d, memory .*optimizer .* may", said) for said in wrong
-        )
+def test_a_plain_collective_waits_for_compute_and_only_a_program_that_forgets_to_wait_has_races() -> None:
+    for found in launch(races_of_plain_programs, 2, timeout=60):
+        for name, (right, wrong) in found.items():
+            assert right == [], name
+            forgotten = [said for said in wrong if re.match(r"Rank \d, memory .*optimizer .* may", said)]
+            assert forgotten or name == "blocking", name
