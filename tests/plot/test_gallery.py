@@ -61,50 +61,28 @@ ROWS, STRIDED = (Shard(0),), (strided_shard(0, 2), Shard(0))
 SAMPLES = sampled({"sharded_param": 4 * MIB}, {"sharded_param": 9 * MIB}, {"sharded_param": 4 * MIB})
 
 
-def grid_of(count: int, name: str, mesh: dict[str, int]) -> Figure:
-    found = [LaidOut(f"{name}{i}", (128256 if i % 2 else 3, 4), ROWS) for i in range(count)]
-    return plot_sharding(found, mesh)
-
-
+WEIGHTS = [LaidOut(f"{LONG}{i}", (128256 if i % 2 else 3, 4), ROWS) for i in range(4)]
+LOGS = {"A name that needs two lines": training_log(1, 1), LONG: training_log(1, 2)}
+TWO_LINES = "reduced after the last micro-batch"
+PHONE = {"width": sheet.PHONE}
 EXTREMES: dict[str, Callable[[], Figure]] = {
-    "memory, long names at the top": lambda: plot_memory(SAMPLES, expected={LONG: 9 * MIB, "b": 9 * MIB + 5}),
+    "memory": lambda: plot_memory(SAMPLES, expected={LONG: 9 * MIB, "b": 9 * MIB + 5}),
     "loss": lambda: plot_losses({LONG: [3.0, 2.5], "FSDP2": [3.0, 2.5], "unsharded": [3.0]}),
-    "grid of many ranks": lambda: grid_of(4, LONG, {"shard": 64}),
-    "scaling of many points": lambda: plot_scaling(
-        points_of(20, 1e6), caption=f"{LONG} " * 5, title="A title"
-    ),
+    "grid": lambda: plot_sharding(WEIGHTS, {"shard": 64}),
+    "scaling": lambda: plot_scaling(points_of(20, 1e6), caption=f"{LONG} " * 5, title="A title"),
+    "phone: timeline": lambda: plot_timeline(training_log(2, 1), title=f"A long title of {LONG}", **PHONE),
+    "phone: comparison": lambda: plot_comparison(LOGS, **PHONE),
+    "phone: memory": lambda: plot_memory({TWO_LINES: SAMPLES, "b": SAMPLES}, **PHONE),
+    "phone: loss": lambda: plot_losses({TWO_LINES: [3.0, 2.5], "b": [3.0, 2.5]}, **PHONE),
+    "phone: grid": lambda: plot_sharding([LaidOut("0.attention.weight", (384, 4), ROWS)], {"s": 4}, **PHONE),
+    "phone: scaling": lambda: plot_scaling(points_of(10, 1e6), caption="Long " * 30, title="T", **PHONE),
 }
 
 
 @pytest.mark.parametrize("name", EXTREMES)
 def test_an_extreme_picture_has_its_texts_apart_and_on_the_sheet(name: str) -> None:
     figure = EXTREMES[name]()
-    assert_everything_is_on_the_sheet(figure)
-    assert_can_be_read_on_a_page(figure)
-
-
-NARROW: dict[str, Callable[[float], Figure]] = {
-    "timeline": lambda width: plot_timeline(training_log(2, 1), title=f"A long title of {LONG}", width=width),
-    "comparison": lambda width: plot_comparison(
-        {"A name that needs two lines": training_log(1, 1), LONG: training_log(1, 2)}, width=width
-    ),
-    "memory": lambda width: plot_memory(
-        {"reduced after the last micro-batch": SAMPLES, "b": SAMPLES}, width=width
-    ),
-    "loss": lambda width: plot_losses(
-        {"a name that needs two lines": [3.0, 2.5], "b": [3.0, 2.5]}, width=width
-    ),
-    "grid": lambda width: plot_sharding(
-        [LaidOut("blocks.0.attention.qkv.weight", (384, 4), ROWS)], {"shard": 4}, width=width
-    ),
-    "scaling": lambda width: plot_scaling(points_of(10, 1e6), caption="Long " * 30, title="T", width=width),
-}
-
-
-@pytest.mark.parametrize("name", NARROW)
-def test_a_picture_for_phones_is_as_narrow_and_has_its_texts_apart_and_on_the_sheet(name: str) -> None:
-    figure = NARROW[name](sheet.PHONE)
-    assert figure.get_figwidth() == sheet.PHONE
+    assert figure.get_figwidth() == sheet.PHONE or "phone" not in name
     assert_everything_is_on_the_sheet(figure)
     assert_can_be_read_on_a_page(figure)
 

@@ -1,7 +1,8 @@
-"""Pictures of logs as structures: their artists, the places of these, and the texts. Pixels are not compared."""
+"""Pictures of logs, losses and scaling as structures: their artists, the places of these, and the texts. Pixels are not compared."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import combinations
 
@@ -19,15 +20,18 @@ from figures import (
     event,
     legend_of,
     luma,
+    points_of,
     sampled,
     training_log,
 )
 from hwfsdp import EventLog
 from hwfsdp.observe.events import OPS, Sample
 from hwfsdp.observe.ledger import KINDS
-from hwfsdp.plot import sheet, style
+from hwfsdp.plot import style
+from hwfsdp.plot.loss import plot_losses
 from hwfsdp.plot.memory import plot_memory
 from hwfsdp.plot.player.page_data import pack
+from hwfsdp.plot.scaling import plot_scaling
 from hwfsdp.plot.timeline import plot_comparison, plot_timeline
 
 
@@ -46,9 +50,6 @@ def arrows(figure: Figure) -> list[FancyArrowPatch]:
     return [p for axes in figure.axes for p in axes.patches if isinstance(p, FancyArrowPatch)]
 
 
-# All pictures
-
-
 # style
 
 
@@ -61,20 +62,6 @@ def test_every_op_that_takes_time_and_every_kind_of_memory_has_a_look_of_its_own
         for first, second in combinations(looks, 2):
             assert first.hatch != second.hatch or abs(luma(first.color) - luma(second.color)) > 0.15
     assert style.look_of_kind("unheard of") not in kinds
-
-
-# sheet
-
-LONG = "model.decoder.transformer.layers.31.self_attention.query_projection"
-
-
-def test_a_long_name_is_shortened_to_its_end_and_if_possible_at_a_dot() -> None:
-    for width in (0.5, 1.0, 3.0):
-        short = sheet.fitting(LONG, style.TEXT_SIZE, width)
-        assert short.startswith("…") and LONG.endswith(short[1:]) and len(short) > 1
-        assert sheet.inches(short, style.TEXT_SIZE) <= width
-    assert sheet.fitting("encoder.layers.7.attention", style.TEXT_SIZE, 1.5) == "…layers.7.attention"
-    assert sheet.fitting("layers.7", style.TEXT_SIZE, 5.0) == "layers.7"
 
 
 # timeline
@@ -135,15 +122,6 @@ def test_each_bar_has_the_color_of_a_key_and_only_spans_around_spans_of_their_ki
         assert bar.get_facecolor() == labels[name]
 
 
-def test_owners_in_a_row_of_bars_are_cut_alike() -> None:
-    narrow = event(0, "forward", "compute", 0.0, 30.0, owner="blocks.1")
-    wide = event(1, "forward", "compute", 30.0, 940.0, owner="blocks.2")
-    texts = {text.get_text() for text in plot_timeline(EventLog([narrow, wide])).axes[0].texts}
-    assert {"1", "2"} <= texts and not any("blocks" in text for text in texts)
-    texts = {text.get_text() for text in plot_timeline(EventLog([wide])).axes[0].texts}
-    assert "blocks.2" in texts
-
-
 def test_the_end_of_a_step_is_marked_where_another_follows() -> None:
     log = training_log(ranks=2, groups=2, steps=3)
     figure = plot_timeline(log)
@@ -157,19 +135,13 @@ def test_the_end_of_a_step_is_marked_where_another_follows() -> None:
 # two runs
 
 
-def stretched(log: EventLog, factor: float) -> EventLog:
-    return EventLog(
-        [replace(e, start_us=9e6 + factor * e.start_us, dur_us=factor * e.dur_us) for e in log.events]
-    )
-
-
 def test_runs_begin_together_on_one_axis_of_time() -> None:
     log = training_log(ranks=2, groups=2)
-    figure = plot_comparison({"usual": log, "slow": stretched(log, 1.5)}, rank=1, step=1)
-    usual, slow = figure.axes
-    assert usual.get_xlim() == slow.get_xlim() == (0.0, pytest.approx(slow.get_xlim()[1]))
+    slow = [replace(e, start_us=9e6 + 1.5 * e.start_us, dur_us=1.5 * e.dur_us) for e in log.events]
+    figure = plot_comparison({"usual": log, "slow": EventLog(slow)}, rank=1, step=1)
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1
     for axes in figure.axes:
-        assert min(p.get_x() for p in axes.patches if hasattr(p, "get_x")) == 0.0
+        assert min(p.get_x() for p in axes.patches if hasattr(p, "get_x")) == axes.get_xlim()[0] == 0.0
     lines = [line for axes in figure.axes for line in axes.lines]
     ends = [line.get_xdata()[0] for line in lines if line.get_gid() == "end"]
     assert ends[1] == pytest.approx(1.5 * ends[0])
@@ -178,12 +150,10 @@ def test_runs_begin_together_on_one_axis_of_time() -> None:
 def test_pictures_and_player_count_time_from_the_first_event() -> None:
     log = training_log(ranks=2, groups=1, steps=1)
     late = EventLog([e.changed(start_us=e.start_us + 9000) for e in log.events])
-    late.samples[0] = [
-        Sample(us, {"sharded_param": MIB * (1 + (us == 10_000))}) for us in (8000, 10_000, 11_000)
-    ]
-    assert [bar.get_x() for bar in bars(plot_timeline(late)).values()] == [
-        bar.get_x() for bar in bars(plot_timeline(log)).values()
-    ]
+    peaks = {8000: 1, 10_000: 2, 11_000: 1}
+    late.samples[0] = [Sample(us, {"sharded_param": mib * MIB}) for us, mib in peaks.items()]
+    starts = [[bar.get_x() for bar in bars(plot_timeline(each)).values()] for each in (late, log)]
+    assert starts[0] == starts[1]
     figure = plot_memory(late)
     assert figure.axes[0].get_xlim()[0] == 0.0
     assert "peak: 2.00 MiB at 1.00 ms" in {text.get_text() for text in figure.axes[0].texts}
@@ -254,3 +224,43 @@ def test_a_strip_says_when_the_rank_was_in_its_forward_its_backward_and_its_opti
     expected = {"forward": (0.0, 1.8), "backward": (2.0, 2.0), "optimizer": (4.5, 0.5)}
     assert strip == {f"phase {op}": pytest.approx(extent) for op, extent in expected.items()}
     assert_texts_are_apart_and_on_the_sheet(figure)
+
+
+# loss
+
+
+FALLING = [3.0, 2.5, 2.25, 2.0]
+
+
+def test_curves_are_drawn_as_given_each_thinner_and_above_the_one_before() -> None:
+    curves = {"a": FALLING, "b": FALLING, "c": [3.0, 3.1], "d": FALLING}
+    lines = plot_losses(curves).axes[0].lines
+    for line, curve in zip(lines, curves.values(), strict=True):
+        assert list(line.get_xdata()) == list(range(len(curve)))
+        assert list(line.get_ydata()) == curve
+    for below, above in zip(lines, lines[1:], strict=False):
+        assert below.get_linewidth() > above.get_linewidth() and below.get_zorder() < above.get_zorder()
+        assert below.get_color() != above.get_color() and below.get_marker() != above.get_marker()
+
+
+def test_the_legend_names_equal_curves_and_curves_that_only_look_equal() -> None:
+    one_bit_off = [*FALLING[:-1], math.nextafter(FALLING[-1], 3.0)]
+    curves = {"a": FALLING, "b": list(FALLING), "c": one_bit_off, "d": FALLING[:-1], "e": [3.0] * 4}
+    said = ["a", "b (equals a exactly)", "c (at most 4.4e-16 from a)", "d", "e"]
+    assert legend_of(plot_losses(curves)) == said
+
+
+# scaling
+
+
+def test_the_panels_of_scaling_show_speed_with_an_ideal_time_memory_and_exposed_communication() -> None:
+    points = points_of(4)
+    lines = {line.get_gid(): line for axes in plot_scaling(points[::-1]).axes for line in axes.lines}
+    assert list(lines["speed"].get_xdata()) == [p.gpus for p in points]
+    assert {name: list(line.get_ydata()) for name, line in lines.items()} == {
+        "speed": [p.tokens_per_second_per_gpu for p in points],
+        "ideal": [6000, 6000],  # the speed on the fewest GPUs
+        "seconds per step": [p.step_seconds for p in points],
+        "GiB reserved on a GPU": [p.memory_gib for p in points],
+        "exposed communication, % of step": [pytest.approx(100 * p.exposed_fraction) for p in points],
+    }
