@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from random import Random
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,16 +21,17 @@ def seen(allocator: Allocator, nbytes: int) -> Tensor:
     return tensor
 
 
-def test_a_storage_counts_once_from_when_it_is_seen_to_when_its_last_view_is_gone() -> None:
+def test_a_storage_counts_once_until_its_last_view_is_gone_and_the_peak_from_the_reset_on() -> None:
     allocator = Allocator()
     tensor = seen(allocator, 1000)
     other = tensor[10:]
     allocator.see(other.untyped_storage())
-    assert allocator.allocated == 1000
     del tensor
     assert allocator.allocated == 1000
     del other
     assert (allocator.allocated, allocator.peak) == (0, 1000)
+    allocator.reset_peak()
+    assert (allocator.peak, allocator.peak_by_kind()) == (0, {})
 
 
 def test_a_new_storage_at_the_address_of_an_old_one_is_another() -> None:
@@ -54,30 +54,11 @@ def test_a_name_counts_from_the_beginning_and_unnamed_memory_is_an_activation() 
     assert allocator.peak_by_kind() == {"sharded_param": 100, "sharded_grad": 20, ACTIVATION: 3}
 
 
-def test_the_peak_is_looked_for_from_the_reset_on() -> None:
-    allocator = Allocator()
-    kept, passing = seen(allocator, 100), seen(allocator, 9000)
-    del passing
-    allocator.reset_peak()
-    assert (allocator.peak, allocator.peak_by_kind()) == (100, {ACTIVATION: 100})
-    more = seen(allocator, 50)
-    assert (allocator.peak, allocator.peak_by_kind()) == (150, {ACTIVATION: 150})
-    del kept, more
+NAME, NBYTES = st.integers(0, 9), st.integers(1, 4 * MIB) | st.just(0)
 
 
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.integers(0, 9), st.integers(1, 4 * MIB)),
-            st.tuples(st.integers(0, 9), st.just(0)),
-            st.integers(0, 9),
-        ),
-        max_size=40,
-    )
-)
-def test_sums_and_the_peak_equal_the_live_storages(
-    program: list[tuple[int, int] | int],
-) -> None:
+@given(st.lists(st.tuples(NAME, NBYTES) | NAME, max_size=40))
+def test_sums_and_the_peak_equal_the_live_storages(program: list[tuple[int, int] | int]) -> None:
     """There are ten names. Each step makes the name's storage, resizes it, or releases it."""
     allocator, alive, peak = Allocator(), dict[int, Tensor](), 0
     kinds = ("sharded_param", "sharded_grad", ACTIVATION)
@@ -111,13 +92,7 @@ def test_streams_reserve_for_themselves() -> None:
 # --- Segments ----------------------------------------------------------------------------------------------
 
 KIB = 1 << 10
-SIZES = st.one_of(
-    st.integers(1, 4 * KIB),
-    st.integers(1, 3 * MIB),
-    st.integers(MIB, 40 * MIB),
-    st.just(MIB),
-    st.just(10 * MIB),
-)
+SIZES = st.integers(1, 4 * KIB) | st.integers(1, 40 * MIB) | st.sampled_from([MIB, 10 * MIB])
 STREAMS = ("compute", "all_gather", "reduce_scatter")
 # A step allocates bytes on a stream, or frees one of the live blocks.
 PROGRAMS = st.lists(
@@ -172,12 +147,9 @@ def test_live_blocks_lie_apart_in_segments_of_their_stream_which_are_whole_again
     assert machine.pools.reserved == reserved
 
 
-def test_sizes_are_rounded_up_to_512_bytes() -> None:
+def test_the_first_of_its_size_is_rounded_up_to_512_bytes_and_reserves_a_segment() -> None:
     sizes = {1: 512, 512: 512, 513: 1024, MIB: MIB, MIB + 1: MIB + 512}
     assert [rounded(nbytes) for nbytes in sizes] == list(sizes.values())
-
-
-def test_the_first_of_its_size_reserves_a_segment() -> None:
     segments = {1: 2, MIB: 2, MIB + 1: 20, 10 * MIB - 512: 20, 10 * MIB: 10, 10 * MIB + 1: 12, 33 * MIB: 34}
     for nbytes, mib in segments.items():
         pools = Pools()
@@ -185,20 +157,16 @@ def test_the_first_of_its_size_reserves_a_segment() -> None:
         assert pools.reserved == mib * MIB
 
 
-@pytest.mark.parametrize(("rest", "is_kept"), [(MIB, False), (MIB + 512, True)])
-def test_the_rest_of_a_large_block_stays_a_hole_only_above_a_mebibyte(rest: int, is_kept: bool) -> None:
-    pools = Pools()
-    block = pools.allocate(30 * MIB, "compute")
-    pools.free(block)
-    assert pools.allocate(30 * MIB - rest, "compute").nbytes == 30 * MIB - (rest if is_kept else 0)
-
-
-def test_the_smallest_hole_that_fits_is_taken() -> None:
+def test_the_smallest_hole_that_fits_is_taken_and_its_rest_stays_a_hole_only_above_a_mebibyte() -> None:
     pools = Pools()
     blocks = {mib: pools.allocate(mib * MIB, "compute") for mib in (40, 20, 30)}
-    places = {mib: block.at for mib, block in blocks.items()}
     for block in blocks.values():
         pools.free(block)
-    assert pools.allocate(25 * MIB, "compute").at == places[30]
-    assert pools.allocate(20 * MIB, "compute").at == places[20]
+    for nbytes, (place, size) in {
+        25 * MIB: (30, 25 * MIB),
+        19 * MIB: (20, 20 * MIB),
+        39 * MIB - 512: (40, 39 * MIB - 512),
+    }.items():
+        found = pools.allocate(nbytes, "compute")
+        assert (found.at, found.nbytes) == (blocks[place].at, size)
     assert pools.reserved == 90 * MIB

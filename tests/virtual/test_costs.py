@@ -58,10 +58,6 @@ def bytes_of(name: str, run: Callable[[], Any]) -> int:
     return sum(found)
 
 
-def vector(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.ones(N, dtype=dtype)
-
-
 def leaf(*shape: int) -> Tensor:
     return torch.ones(shape, requires_grad=True)
 
@@ -114,52 +110,50 @@ def attend_on_host(shape: tuple[int, ...], causal: bool) -> None:
     F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("attend", "shape", "causal"),
-    [
-        (attend_on_device, SHAPES[0], True),
-        (attend_on_device, SHAPES[1], False),
-        (attend_on_host, SHAPES[0], False),
-        (attend_on_host, SHAPES[1], True),
-    ],
-)
-def test_attention_counts_as_torch_does_and_half_if_causal(
-    attend: Callable[[tuple[int, ...], bool], None], shape: tuple[int, ...], causal: bool
-) -> None:
-    with FlopCounterMode(display=False) as counter:
-        attend_on_device(shape, causal)
-    forward, backward = counter.get_flop_counts()["Global"].values()
-    found = [c for name, c in costs(lambda: attend(shape, causal)) if "attention" in name]
-    share = 0.5 if causal else 1.0
-    assert [c.flops for c in found] == [share * forward, share * backward]
-    assert [c.unmasked for c in found] == [0.0, backward]
+def test_attention_counts_as_torch_does_and_half_if_causal() -> None:
+    for shape, causal in ((SHAPES[0], True), (SHAPES[1], False)):
+        with FlopCounterMode(display=False) as counter:
+            attend_on_device(shape, causal)
+        forward, backward = counter.get_flop_counts()["Global"].values()
+        share = 0.5 if causal else 1.0
+        for attend in (attend_on_device, attend_on_host):
+            found = [
+                c for name, c in costs(lambda: attend(shape, causal)) if "attention" in name
+            ]  # noqa: B023
+            assert [c.flops for c in found] == [share * forward, share * backward]
+            assert [c.unmasked for c in found] == [0.0, backward]
 
 
 # --- Bytes -------------------------------------------------------------------------------------------------
 
 
+OPERATORS: list[tuple[Callable[..., Any], int]] = [  # vectors read and written
+    (lambda a, b, *_: a + b, 3),
+    (lambda a, *_: a + 1, 2),
+    (lambda a, *_: a + a, 2),
+    (lambda a, *_: a.clone(), 2),
+    (lambda a, b, *_: a.add_(b), 3),
+    (lambda a, *_: a.mul_(2), 2),
+    (lambda a, b, *_: a.copy_(b), 2),
+    (lambda a, *_: a.zero_(), 1),
+    (lambda a, *_: a.fill_(2), 1),
+    (lambda a, *_: torch.zeros_like(a), 1),
+    (lambda a, b, c, d: torch._foreach_copy_([a, b], [c, d]), 4),
+    (lambda a, b, *_: torch._foreach_zero_([a, b]), 2),
+    (lambda a, b, c, d: torch._foreach_add_([a, b], [c, d]), 6),
+    (lambda a, b, *_: torch._foreach_mul_([a, b], 0.5), 4),
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_count_reads_and_writes_in_their_dtype(dtype: torch.dtype) -> None:
-    a, b, size = vector(dtype), vector(dtype), N * dtype.itemsize
-    assert cost(lambda: a + b).nbytes == 3 * size
-    assert cost(lambda: a + 1).nbytes == 2 * size
-    assert cost(lambda: a + a).nbytes == 2 * size
-    assert cost(lambda: a.clone()).nbytes == 2 * size
-    assert cost(lambda: a.add_(b)).nbytes == 3 * size
-    assert cost(lambda: a.mul_(2)).nbytes == 2 * size
-    assert cost(lambda: a.copy_(b)).nbytes == 2 * size
-    assert cost(lambda: a.zero_()).nbytes == size
-    assert cost(lambda: a.fill_(2)).nbytes == size
-    assert cost(lambda: torch.zeros_like(a)).nbytes == size
-    assert cost(lambda: a.sum(dtype=dtype)).nbytes == size + dtype.itemsize
-
-
-def test_a_fused_copy_of_many_moves_each_twice_and_zeros_are_written_only() -> None:
-    parts, others = [vector(), vector()], [vector(), vector()]
-    assert cost(lambda: torch._foreach_copy_(parts, others)).nbytes == 4 * 4 * N
-    assert cost(lambda: torch._foreach_zero_(parts)).nbytes == 2 * 4 * N
-    assert cost(lambda: torch._foreach_add_(parts, others)).nbytes == 6 * 4 * N
-    assert cost(lambda: torch._foreach_mul_(parts, 0.5)).nbytes == 4 * 4 * N
+    vectors = [torch.ones(N, dtype=dtype) for _ in range(4)]
+    for number, (operator, moved) in enumerate(OPERATORS):
+        assert cost(lambda: operator(*vectors)).nbytes == moved * N * dtype.itemsize, number  # noqa: B023
+    assert cost(lambda: vectors[0].sum(dtype=dtype)).nbytes == (N + 1) * dtype.itemsize
+    left, right = torch.ones(5, 7, dtype=dtype), torch.ones(7, 3, dtype=dtype)
+    product = cost(lambda: left @ right)
+    assert (product.nbytes, product.dtype) == (dtype.itemsize * (35 + 21 + 15), str(dtype).split(".")[1])
 
 
 FREE: list[Callable[[Tensor], Tensor]] = [
@@ -184,25 +178,14 @@ def test_rows_of_an_embedding_are_read_not_the_table_and_its_gradient_is_as_larg
     assert bytes_of("index", lambda: table.detach()[rows]) == 2 * 4 * 5 * 6
 
 
-def adamw(**options: Any) -> Callable[[], Any]:
+def test_a_fused_optimizer_reads_four_tensors_per_parameter_and_writes_three() -> None:
     params = [torch.ones(N, requires_grad=True) for _ in range(2)]
     for param in params:
         param.grad = torch.ones(N)
-    optimizer = torch.optim.AdamW(params, **options)
+    optimizer = torch.optim.AdamW(params, fused=True)
     optimizer.step()  # makes its state
-    return optimizer.step
-
-
-def test_a_fused_optimizer_reads_four_tensors_per_parameter_and_writes_three() -> None:
     steps = 2 * 4  # bytes of two counts
-    assert bytes_of("_fused_adamw_", adamw(fused=True)) == 2 * 7 * 4 * N + steps
-
-
-def test_a_matrix_product_moves_its_operands_and_its_result_in_their_dtype() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.ones(5, 7, dtype=dtype), torch.ones(7, 3, dtype=dtype)
-        found = cost(lambda: a @ b)  # noqa: B023
-        assert (found.nbytes, found.dtype) == (dtype.itemsize * (35 + 21 + 15), str(dtype).split(".")[1])
+    assert bytes_of("_fused_adamw_", optimizer.step) == 2 * 7 * 4 * N + steps
 
 
 # --- Time --------------------------------------------------------------------------------------------------
@@ -254,26 +237,19 @@ PLAIN = replace(
 RINGS = ("all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
 
-def test_within_a_node_each_rank_receives_all_but_its_part_over_its_link() -> None:
-    for op, ranks in list(zip(RINGS, (2, 3, 8, 4), strict=True)):
-        nbytes = 8_000_000
+def test_a_collective_takes_its_start_its_hops_and_the_bytes_over_the_slower_of_link_and_network() -> None:
+    nbytes = 1 << 30
+    for op, ranks in zip(
+        RINGS, (2, 3, 8, 4), strict=True
+    ):  # within a node: all but its part over a rank's link
         us = collective_us(op, nbytes, Span(ranks, 1, ranks), PLAIN)
         assert us == pytest.approx(20 + (ranks - 1) * 1.0 + (ranks - 1) / ranks * nbytes / 50e9 * 1e6)
-
-
-def test_across_nodes_the_ports_of_a_node_share_the_bytes_that_the_node_lacks() -> None:
-    for nodes, per_node in [(2, 1), (3, 4)]:
-        nbytes = 1 << 30
+    for nodes, per_node in [(2, 1), (3, 4)]:  # the ports of a node share the bytes that the node lacks
         us = collective_us("reduce_scatter", nbytes, Span(nodes * per_node, nodes, per_node), PLAIN)
         hops = (nodes * per_node - nodes) * 1.0 + (nodes - 1) * 7.0
         assert us == pytest.approx(20 + hops + (nodes - 1) / nodes * nbytes / (per_node * 5e9) * 1e6)
-
-
-def test_the_slower_of_link_and_network_decides() -> None:
-    """If the network is faster, the link decides."""
-    device = replace(PLAIN, network=1e15)
-    us = collective_us("all_gather", 1 << 30, Span(16, 2, 8), device)
-    assert us == pytest.approx(20 + 14 * 1.0 + 7.0 + 15 / 16 * (1 << 30) / 50e9 * 1e6)
+    us = collective_us("all_gather", nbytes, Span(16, 2, 8), replace(PLAIN, network=1e15))
+    assert us == pytest.approx(20 + 14 * 1.0 + 7.0 + 15 / 16 * nbytes / 50e9 * 1e6)
 
 
 @given(

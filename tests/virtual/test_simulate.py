@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-import suites
 from benchmarks import published
 from hwfsdp import UsageError, fully_shard
 from hwfsdp.train.models.gpt import GPT, GPTConfig
@@ -76,15 +74,15 @@ def chain(layers: int, in_blocks: bool, optimizers: int = 1) -> Callable[[], Any
     return build_and_shard
 
 
-@pytest.mark.parametrize("optimizers", [1, 2])
-def test_a_single_group_hides_neither_its_gather_nor_its_reduction(optimizers: int) -> None:
+def test_a_single_group_hides_neither_its_gather_nor_its_reduction() -> None:
     """A forward has a product per layer. A backward has two, except for the first layer, whose input needs no gradient."""
-    found = simulate(chain(2, False, optimizers), 4, ideal(STARTS), batch=ROWS, seq=1)
-    us = 2 * STARTS + 5 * PRODUCT_US
-    assert found.step_seconds * 1e6 == pytest.approx(us, rel=1e-6)
-    assert found.exposed_comm_fraction == pytest.approx(2 * STARTS / us, rel=1e-6)
-    assert found.tokens_per_second_per_gpu == pytest.approx(ROWS / us * 1e6, rel=1e-6)
-    assert found.mfu == pytest.approx(6 * 2 * WIDTH**2 * ROWS / (us * 1e-6) / 1e14, rel=1e-6)
+    for optimizers in (1, 2):
+        found = simulate(chain(2, False, optimizers), 4, ideal(STARTS), batch=ROWS, seq=1)
+        us = 2 * STARTS + 5 * PRODUCT_US
+        assert found.step_seconds * 1e6 == pytest.approx(us, rel=1e-6)
+        assert found.exposed_comm_fraction == pytest.approx(2 * STARTS / us, rel=1e-6)
+        assert found.tokens_per_second_per_gpu == pytest.approx(ROWS / us * 1e6, rel=1e-6)
+        assert found.mfu == pytest.approx(6 * 2 * WIDTH**2 * ROWS / (us * 1e-6) / 1e14, rel=1e-6)
 
 
 def test_several_groups_expose_only_the_first_gather_and_the_last_reduction() -> None:
@@ -117,40 +115,25 @@ def on_meta() -> GPT:
         return GPT(replace(SMALL, tied=True))
 
 
-MODEL = GPT(replace(SMALL, tied=True))
-WAYS: dict[str, Any] = {
-    "a model": MODEL,
-    "a function that builds on meta": on_meta,
-    "a function that returns a model of before": lambda: MODEL,
-}
-
-
-@functools.cache
-def of_sizes() -> Simulation:
-    return simulate(replace(SMALL, tied=True), 4, batch=2)
-
-
-@pytest.mark.parametrize("way", suites.fast_are(["a model"], WAYS))
-def test_a_model_may_be_given_in_any_way_and_stays_as_it_was(way: str) -> None:
-    before = [(name, p, p.detach().clone()) for name, p in MODEL.named_parameters()]
-    found = simulate(WAYS[way], 4, batch=2, seq=SMALL.seq_len)
-    assert as_json(found, "target") == as_json(of_sizes(), "target")
-    for (name, param, value), (name_now, now) in zip(before, MODEL.named_parameters(), strict=True):
+def test_a_model_may_be_given_in_any_way_and_stays_as_it_was() -> None:
+    model = GPT(replace(SMALL, tied=True))
+    before = [(name, p, p.detach().clone()) for name, p in model.named_parameters()]
+    of_sizes = as_json(simulate(replace(SMALL, tied=True), 4, batch=2), "target")
+    for way in (model, on_meta, lambda: model):
+        assert as_json(simulate(way, 4, batch=2, seq=SMALL.seq_len), "target") == of_sizes
+    for (name, param, value), (name_now, now) in zip(before, model.named_parameters(), strict=True):
         assert name == name_now and param is now
         assert torch.equal(value, now)
 
 
-@pytest.mark.parametrize(("reshard", "gathers"), [(None, 2 * 2 + 2), (2, 2 * 3 + 1)])
-def test_resharding_is_for_the_blocks_and_by_default_not_for_the_last(
-    reshard: bool | int | None, gathers: int
-) -> None:
-    found = simulate(SMALL, 4, reshard_after_forward=reshard)
-    assert found.log.summary()["count_by_op"]["all_gather"] == gathers
+def counted(**options: Any) -> dict[str, int]:
+    return simulate(SMALL, 4, **options).log.summary()["count_by_op"]
 
 
-def test_classes_may_be_named_to_be_sharded() -> None:
-    found = simulate(SMALL, 4, wrap=("Attention", "Block"))
-    assert found.log.summary()["count_by_op"]["reduce_scatter"] == 2 * 3 + 1
+def test_resharding_is_for_the_blocks_and_by_default_not_for_the_last_and_classes_may_be_named() -> None:
+    assert counted()["all_gather"] == 2 * 2 + 2
+    assert counted(reshard_after_forward=2)["all_gather"] == 2 * 3 + 1
+    assert counted(wrap=("Attention", "Block"))["reduce_scatter"] == 2 * 3 + 1
 
 
 def test_hybrid_sharding_shards_within_a_node() -> None:
@@ -183,19 +166,19 @@ def test_a_run_that_cannot_be_simulated_is_refused_in_one_line() -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_step_that_computes_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="one that called no operator"):
-        simulate(lambda: lambda: None, gpus=2, device="h100")
+def closure_that_reads_a_value() -> Callable[[], object]:
+    model = fully_shard(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return lambda: optimizer.step(lambda: model(torch.ones(2, 8)).sum().item())
 
 
-def test_a_closure_that_reads_a_value_is_refused_as_any_other_step() -> None:
-    def run() -> Callable[[], object]:
-        model = fully_shard(nn.Linear(8, 8))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        return lambda: optimizer.step(lambda: model(torch.ones(2, 8)).sum().item())
-
-    with pytest.raises(UsageError, match="needs the values of a tensor"):
-        simulate(run, gpus=2, device="h100")
+def test_a_step_that_computes_nothing_or_reads_a_value_is_refused() -> None:
+    for program, words in [
+        (lambda: lambda: None, "one that called no operator"),
+        (closure_that_reads_a_value, "needs the values of a tensor"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            simulate(program, gpus=2, device="h100")
 
 
 def test_gpus_fill_their_nodes() -> None:
@@ -203,17 +186,10 @@ def test_gpus_fill_their_nodes() -> None:
     assert [placed(H100, *place).per_node for place in per_node] == list(per_node.values())
 
 
-# --- Memory limits -----------------------------------------------------------------------------------------
-
-
-def of_memory(nbytes: float) -> Device:
-    return replace(H100, memory=nbytes)
-
-
 def test_a_model_fits_if_its_peak_is_within_the_memory() -> None:
     need = simulate("gpt-tiny", 2).peak_allocated_gib * GIB / 0.99
-    fit = [simulate("gpt-tiny", 2, of_memory(need * share)).fits for share in (1.001, 0.999)]
-    assert fit == [True, False]
+    devices = (replace(H100, memory=need * share) for share in (1.001, 0.999))
+    assert [simulate("gpt-tiny", 2, device).fits for device in devices] == [True, False]
 
 
 # --- Published figures -------------------------------------------------------------------------------------
