@@ -1,21 +1,20 @@
-"""Ranks diverge by calling, hanging, dying or raising. The error says where and how."""
+"""Ranks diverge by calling or dying. The error says where and how. For ranks that hang, see launcher/test_launch.py."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import suites
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hwfsdp import RankError, UsageError, fully_shard, launch, record
-from suites import fast_are
 
 
 class Net(nn.Module):
@@ -48,34 +47,6 @@ def is_one() -> bool:
     return dist.get_rank() == 1
 
 
-class Case(NamedTuple):
-    """The program of the ranks, its limit in seconds, and the beginning of the sentence above the table."""
-
-    run: Callable[[], None]
-    world_size: int
-    says: str
-    timeout: float = 60
-    debug: str = "OFF"
-    shared_memory: str = "1"
-
-
-CASES: dict[str, Case] = {}
-WAITED = "all_gather of 'Net'"
-LATE = 4.0  # seconds
-
-
-def parts(name: str, world_size: int, says: str, **options: Any) -> Callable[..., Any]:
-    def remember(run: Callable[[], None]) -> Callable[[], None]:
-        CASES[name] = Case(run, world_size, says, **options)
-        return run
-
-    return remember
-
-
-SWAPPED = r"rank 1 called all_gather of 'blocks.1' where rank 0 called all_gather of 'blocks.0': "
-
-
-@parts("two groups swapped", 2, SWAPPED)
 def swap_two_groups() -> None:
     model = shard()
     step(model)
@@ -84,43 +55,10 @@ def swap_two_groups() -> None:
         blocks[place](torch.ones(2, 4 + place))
 
 
-SKIPPED = r"rank 1 called \w+ of 'blocks\.2' where ranks 0 and 2 called all_gather of 'blocks\.0': "
-
-
-@parts("a forward skipped", 3, SKIPPED)
-def skip_a_forward() -> None:
-    model = shard()
-    step(model)
-    if not is_one():
-        model(torch.ones(3, 4))
-    step(model)
-
-
-SIZES = r"rank 1 called all_gather of '\S+' \([\d,]+ bytes"
-
-
-@parts("sizes differ", 3, SIZES + r" .* where ranks 0 and 2 called .* \([\d,]+ b")
-@parts("sizes differ, checked by torch", 2, SIZES, debug="DETAIL", shared_memory="0")
 def differ_in_size() -> None:
     step(shard(wide=10 if is_one() else 6))
 
 
-HANGING = rf"ranks 0 and 2 wait in collective \d+ of ranks 0–2, {WAITED}; rank 1 has not called it; "
-
-
-@parts("one hangs", 3, HANGING + r"rank 1 is in \S+:\d+, in hang\.", timeout=LATE)
-def hang() -> None:
-    model = shard()
-    step(model)
-    if is_one():
-        threading.Event().wait()  # hang
-    step(model)
-
-
-GONE = rf"ranks? .* waits? in collective \d+ .*, {WAITED}; rank 1 has not called it; rank 1 "
-
-
-@parts("one is killed", 3, GONE + r"is gone: death by signal SIGKILL\.")
 def die() -> None:
     model = shard()
     step(model)
@@ -129,19 +67,6 @@ def die() -> None:
     step(model)
 
 
-@parts("one raises", 3, GONE + r"raised KeyError: 'lost' in \S+:\d+, in fail\.")
-def fail() -> None:
-    model = shard()
-    step(model)
-    if is_one():
-        raise KeyError("lost")
-    step(model)
-
-
-OF_THE_USER = r"rank 1 called broadcast\(src=1\) \(yours\) where rank 0 called all_reduce \(yours\): collective \d+ of ranks"
-
-
-@parts("another collective of the user", 2, OF_THE_USER + r" 0 and 1\.", debug="DETAIL")
 def call_another_of_the_users() -> None:
     with record():
         step(shard())
@@ -152,12 +77,51 @@ def call_another_of_the_users() -> None:
         dist.barrier()
 
 
-ANOTHER_ROOT = r"rank 1 called broadcast\(src=2\) \(yours\) where ranks 0 and 2 called broadcast\(src=0\) \(yours\): collective"
-
-
-@parts("another root", 3, ANOTHER_ROOT + r" 1 of ranks 0–2\.")
 def broadcast_from_another() -> None:
     dist.broadcast(torch.ones(4), 2 if is_one() else 0)
+
+
+SWAPPED = r"rank 1 called all_gather of 'blocks.1' where rank 0 called all_gather of 'blocks.0': "
+SIZES = r"rank 1 called all_gather of '\S+' \([\d,]+ bytes .* where rank 0 called .* \([\d,]+ b"
+DEAD = (
+    r"ranks? .* waits? in collective \d+ .*, all_gather of 'Net'; rank 1 has not called it; "
+    r"rank 1 is gone: death by signal SIGKILL\."
+)
+OF_THE_USER = (
+    r"rank 1 called broadcast\(src=1\) \(yours\) where rank 0 called all_reduce \(yours\): "
+    r"collective \d+ of ranks 0 and 1\."
+)
+ANOTHER_ROOT = (
+    r"rank 1 called broadcast\(src=2\) \(yours\) where ranks 0 and 2 called broadcast\(src=0\) \(yours\): "
+    r"collective 1 of ranks 0–2\."
+)
+CHECKED_BY_TORCH = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+CASES = [  # the program, the number of ranks, what the sentence above the table says, the environment
+    (broadcast_from_another, 3, ANOTHER_ROOT, {}),
+    (swap_two_groups, 2, SWAPPED, {}),
+    (die, 3, DEAD, {}),
+    suites.long(differ_in_size, 2, SIZES, {}),
+    suites.long(differ_in_size, 2, SIZES[:50], {**CHECKED_BY_TORCH, "HWFSDP_SHARED_MEMORY": "0"}),
+    suites.long(call_another_of_the_users, 2, OF_THE_USER, CHECKED_BY_TORCH),
+]
+
+
+@pytest.mark.parametrize(("run", "world_size", "says", "environ"), CASES)
+def test_an_error_of_ranks_that_part_begins_with_one_line_and_says_where_and_how(
+    run, world_size, says, environ, monkeypatch
+):
+    for name, value in {"TORCH_DISTRIBUTED_DEBUG": "OFF", "PYTHONWARNINGS": "ignore", **environ}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankError) as caught:
+        launch(run, world_size, timeout=60)
+    sentence, blank, *rest = str(caught.value).splitlines()
+    headline = caught.value.headline
+    assert blank == "" and rest.count(headline) == 1
+    assert headline.startswith("rank ") and "expected" not in headline
+    assert re.match(says, sentence), sentence
+    marked = [line for line in caught.value.table.splitlines() if line.startswith(">")]
+    assert len(marked) >= (2 if " where " in sentence else 1)
+    assert caught.value.table.startswith(sentence + "\n\n   collectives of ")
 
 
 def fail_everywhere() -> None:
@@ -165,37 +129,12 @@ def fail_everywhere() -> None:
     raise ValueError("everywhere")
 
 
-FAST = ("another root", "two groups swapped", "one hangs", "one is killed", "one raises")
+def refuse() -> None:
+    raise UsageError("a call", expected="a", got="b", remedy="c.")
 
 
-@pytest.mark.parametrize("name", fast_are(FAST, CASES))
-def test_an_error_of_ranks_that_part_begins_with_one_line_and_says_where_and_how(name, monkeypatch):
-    case = CASES[name]
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", case.debug)
-    monkeypatch.setenv("HWFSDP_SHARED_MEMORY", case.shared_memory)
-    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+@pytest.mark.parametrize("run", [fail_everywhere, refuse])
+def test_an_error_of_all_ranks_or_before_any_collective_has_no_table(run: Callable[[], None]) -> None:
     with pytest.raises(RankError) as caught:
-        launch(case.run, case.world_size, timeout=case.timeout)
-    sentence, blank, *rest = str(caught.value).splitlines()
-    headline = caught.value.headline
-    assert blank == "" and rest.count(headline) == 1
-    assert headline.startswith("rank ") and "expected" not in headline
-    assert re.match(case.says, sentence), sentence
-    marked = [line for line in caught.value.table.splitlines() if line.startswith(">")]
-    assert len(marked) >= (2 if " where " in sentence else 1)
-    assert caught.value.table.startswith(sentence + "\n\n   collectives of ")
-
-
-def test_an_error_that_all_ranks_have_in_common_has_no_table() -> None:
-    with pytest.raises(RankError, match="ValueError: everywhere") as caught:
-        launch(fail_everywhere, 2, timeout=60)
-    assert caught.value.table == ""
-
-
-def test_an_error_before_any_collective_has_no_table() -> None:
-    def refuse() -> None:
-        raise UsageError("a call", expected="a", got="b", remedy="c.")
-
-    with pytest.raises(RankError) as caught:
-        launch(refuse, 2, timeout=60)
+        launch(run, 2, timeout=60)
     assert caught.value.table == ""

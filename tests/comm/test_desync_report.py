@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,21 +91,18 @@ def test_the_table_marks_the_first_call_in_which_ranks_differ(world_size, place,
     assert cells == [(r != rank, r == rank) for r in range(world_size)]
 
 
-@pytest.mark.parametrize(
-    ("left", "place", "says"),
-    [
+def test_an_absent_rank_is_named_with_its_place_or_its_end() -> None:
+    for left, place, says in [
         ("", "train.py:41, in load", "; rank 2 is in train.py:41, in load."),
         ("raised KeyError: 'x'", "t.py:3, in f", "; rank 2 raised KeyError: 'x' in t.py:3, in f."),
         ("has returned", "", "; rank 2 has returned."),
         ("", "", "."),
-    ],
-)
-def test_an_absent_rank_is_named_with_its_place_or_its_end(left: str, place: str, says: str) -> None:
-    reports = on_all(4, "a", "b", "c")
-    reports[2] = Report(2, calls("a", "b", last=State.DONE), left, place)
-    waiting = "ranks 0, 1 and 3 wait in collective 3 of ranks 0–3, all_gather of 'c'"
-    assert sentence(reports) == f"{waiting}; rank 2 has not called it{says}"
-    assert len(marked(describe_divergence(reports))) == 1
+    ]:
+        reports = on_all(4, "a", "b", "c")
+        reports[2] = Report(2, calls("a", "b", last=State.DONE), left, place)
+        waiting = "ranks 0, 1 and 3 wait in collective 3 of ranks 0–3, all_gather of 'c'"
+        assert sentence(reports) == f"{waiting}; rank 2 has not called it{says}"
+        assert len(marked(describe_divergence(reports))) == 1
 
 
 def test_the_error_names_the_absent_rank_that_waits_for_no_other() -> None:
@@ -132,55 +127,38 @@ def test_ranks_that_wait_in_a_circle_are_both_shown() -> None:
     assert len(marked(text)) == 2
 
 
-def test_a_rank_whose_ring_has_lost_a_group_is_not_blamed_in_it() -> None:
+def test_a_silent_rank_and_one_whose_ring_has_lost_the_group_are_not_blamed() -> None:
     busy = [c._replace(serial=n, number=n) for n, c in enumerate(calls("a") * SLOTS, 5)]
     busy = [c._replace(group="y:1-1/1", state=State.DONE) for c in busy]
-    text = describe_divergence([Report(0, calls("a", "b", group="x:0-1/1")), Report(1, busy)])
-    known = "rank 0 waits in all_gather of 'b', collective 2 of ranks 0 and 1"
-    assert text.startswith(f"{known}; nothing is known of rank 1 there.\n")
-    assert [line.split()[-2:] for line in marked(text)] == [["wait", "?"]]
+    for unknown in (None, busy):
+        text = describe_divergence([Report(0, calls("a", "b", group="x:0-1/1")), Report(1, unknown)])
+        known = "rank 0 waits in all_gather of 'b', collective 2 of ranks 0 and 1"
+        assert text.startswith(f"{known}; nothing is known of rank 1 there.\n")
+        assert [line.split()[-2:] for line in marked(text)] == [["wait", "?"]]
 
 
-def test_a_silent_rank_is_said_to_be_silent_and_its_cells_are_unknown() -> None:
-    reports = on_all(3, "a", "b")
-    reports[1] = Report(1, None)
-    text = describe_divergence(reports)
-    known = "ranks 0 and 2 wait in all_gather of 'b', collective 2 of ranks 0–2"
-    assert text.startswith(f"{known}; nothing is known of rank 1 there.\n")
-    assert marked(text)[0].split()[-3:] == ["wait", "?", "wait"]
-
-
-def test_different_sizes_are_told_apart_by_their_bytes() -> None:
-    reports = on_all(2, "a")
-    reports[1] = Report(1, [reports[1].calls[0]._replace(nbytes=2048)])  # type: ignore[index]
-    other = "'a' (2,048 bytes of float32) where rank 0 called all_gather of 'a' (1,024 bytes"
-    assert other in sentence(reports)
-
-
-NAMES_OF_GROUPS = ("0", "_orig_mod.model.decoder.layers.31.feed_forward.w2")
-
-
-def test_a_table_is_aligned_and_fits_at_any_number_of_ranks() -> None:
-    for world_size, name in itertools.product((2, 8, 512), NAMES_OF_GROUPS):
-        reports = on_all(world_size, *(f"{name}.{n}" for n in range(12)))
+def test_a_table_fits_at_any_number_of_ranks() -> None:
+    for world_size in (2, 512):
+        reports = on_all(world_size, *(f"_orig_mod.model.layers.31.feed_forward.w2.{n}" for n in range(12)))
         reports[1] = Report(1, [*(reports[1].calls or [])[:9]], place="train.py:41, in load")
         text = describe_divergence(reports)
-        rows = [line for line in text.split("\n\n")[1].splitlines()]
-        assert max(map(len, rows)) <= 100
-        assert len({len(row) for row in rows}) == 1  # the last column is aligned to the right
+        assert max(map(len, text.split("\n\n")[1].splitlines())) <= 100
         assert max(map(len, text.splitlines())) <= 160
-        if world_size > 8 or name == "0":
-            assert ("ranks 0, 2–" in rows[0]) == (world_size > 8)
 
 
-def test_an_additional_collective_of_one_ranks_script_is_named() -> None:
-    recorded = calls("a", "b", "c", group="0:0-1/1")
+def test_different_sizes_and_an_additional_collective_of_one_ranks_script_are_told_apart() -> None:
+    recorded, waiting = calls("a", "b", group="0:0-1/1"), calls("a", group="0:0-1/1")
+    larger = waiting[0]._replace(nbytes=2048)
     own = Call(2, 2, True, "0:0-1/1", "all_reduce", "float32", 4, "", State.WAIT)
-    text = describe_divergence([Report(0, [recorded[0], own]), Report(1, recorded[:2])])
-    assert text.startswith(
-        "rank 0 called all_reduce (yours) where rank 1 called all_gather of 'b': collective 2 "
-    )
-    assert any("(yours)" in line for line in marked(text))
+    for first, second, says in [
+        (
+            waiting,
+            [larger],
+            "'a' (2,048 bytes of float32) where rank 0 called all_gather of 'a' (1,024 bytes",
+        ),
+        ([recorded[0], own], recorded, "called all_reduce (yours) where rank 1 called all_gather of 'b': "),
+    ]:
+        assert says in sentence([Report(0, first), Report(1, second)])
 
 
 def test_a_place_is_the_innermost_line_of_the_user() -> None:

@@ -22,11 +22,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp import fully_shard, launch, record
-from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.comm import flight_recorder
 from hwfsdp.comm.flight_recorder import SIZE, SLOT, SLOTS, State
 from hwfsdp.comm.transport import Call
-from hwfsdp.streams import streams_for
 from hwfsdp.errors import CollectiveError
 
 
@@ -75,30 +73,24 @@ def test_a_full_ring_keeps_the_last_calls_in_order(ring: Any) -> None:
     assert [call.owner for call in ring()] == [f"blocks.{n}" for n in range(SLOTS + 7, 2 * SLOTS + 7)]
 
 
-@pytest.mark.parametrize(
-    ("work", "async_op", "issued", "waited"),
-    [
+def test_the_state_follows_the_work_and_its_errors(ring: Any) -> None:
+    for work, async_op, issued, waited in [
         (Done(), True, State.OPEN, State.DONE),
         (Broken(), True, State.OPEN, State.FAILED),
         (None, True, State.DONE, State.DONE),  # it kept the host until it was done
         (None, False, State.OPEN, State.OPEN),  # a device does it some time
-    ],
-)
-def test_the_state_follows_the_work(ring, work, async_op, issued, waited):
-    note = begin()
-    assert ring()[0].state is State.WAIT
-    followed = Call("all_gather", "group", note).follow(work, async_op)
-    assert ring()[0].state is issued
-    if followed is not None:
-        with mock.patch.object(dist, "get_rank", lambda: 0), contextlib.suppress(CollectiveError):
-            followed.wait()
-    assert ring()[0].state is waited
-
-
-def test_a_collective_that_cannot_be_issued_has_failed(ring: Any) -> None:
+    ]:
+        note = begin()
+        assert ring()[-1].state is State.WAIT
+        followed = Call("all_gather", "group", note).follow(work, async_op)
+        assert ring()[-1].state is issued
+        if followed is not None:
+            with mock.patch.object(dist, "get_rank", lambda: 0), contextlib.suppress(CollectiveError):
+                followed.wait()
+        assert ring()[-1].state is waited
     with pytest.raises(ValueError, match="no"), Call("all_gather", "group", begin()):
-        raise ValueError("no")
-    assert ring()[0].state is State.FAILED
+        raise ValueError("no")  # it cannot be issued
+    assert ring()[-1].state is State.FAILED
 
 
 def test_an_old_note_does_not_touch_the_one_that_took_its_slot(ring: Any) -> None:
@@ -129,9 +121,9 @@ def test_a_damaged_note_is_left_out_or_read_and_its_neighbors_stay(at: int, dama
     assert any(call.owner == "b.2" for call in flight_recorder.read(damaged + notes[1]))
 
 
-@pytest.mark.parametrize("ranks", [[3], [0, 1, 2], [0, 4, 8, 12], [5, 1], [0, 1, 5, 6], [2, 2]])
-def test_the_ranks_of_a_group_are_read_out_of_its_name(ranks: list[int]) -> None:
-    assert flight_recorder.members_of(f"any:name:{flight_recorder._as_text(ranks)}") == ranks
+def test_the_ranks_of_a_group_are_read_out_of_its_name() -> None:
+    for ranks in ([3], [0, 1, 2], [0, 4, 8, 12], [5, 1], [0, 1, 5, 6], [2, 2]):
+        assert flight_recorder.members_of(f"any:name:{flight_recorder._as_text(ranks)}") == ranks
 
 
 # --- On ranks ----------------------------------------------------------------------------------------------
@@ -184,23 +176,13 @@ def steps_logged_and_noted(mesh: Any) -> tuple[list[Any], list[Any], set[State]]
     )
 
 
-def flat_collectives() -> list[tuple[str, str, str, int]]:
-    before, streams = len(own_calls()), streams_for("cpu")
-    part, whole = torch.ones(2, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
-    streams.compute.wait(all_gather_flat(whole, part, None, streams.all_gather, "unit"))
-    streams.compute.wait(reduce_scatter_flat(part, whole, None, streams.reduce_scatter, "unit"))
-    return [(c.op, c.owner, c.dtype, c.nbytes) for c in own_calls()[before:]]
-
-
 def on_a_rank() -> dict[str, Any]:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("r", "s"))["s"]
     return {
         "of the user": users_collectives(),
-        "all": steps_logged_and_noted(None),
-        "hybrid": steps_logged_and_noted(grid),
+        "steps": [steps_logged_and_noted(mesh) for mesh in (None, grid)],
         "alone": steps_logged_and_noted(alone),
-        "flat": flat_collectives(),
     }
 
 
@@ -210,12 +192,12 @@ def noted() -> list[dict[str, Any]]:
         return launch(on_a_rank, 4, timeout=60)
 
 
-@pytest.mark.parametrize("mesh", ["all", "hybrid"])
-def test_after_a_step_the_notes_are_the_collectives_of_the_event_log_and_all_are_done(mesh: str) -> None:
+def test_after_a_step_the_notes_are_the_collectives_of_the_event_log_and_all_are_done() -> None:
     for rank in noted():
-        logged, found, states = rank[mesh]
-        assert found == logged and len(found) > 4
-        assert states == {State.DONE}
+        for logged, found, states in rank["steps"]:
+            assert found == logged and len(found) > 4
+            assert states == {State.DONE}
+        assert rank["alone"] == ([], [], set())  # one rank alone
 
 
 def test_a_world_of_one_rank_has_nothing_to_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,30 +211,16 @@ def test_a_world_of_one_rank_has_nothing_to_exchange(monkeypatch: pytest.MonkeyP
         dist.destroy_process_group()
 
 
-def test_one_rank_alone_notes_nothing() -> None:
-    assert [rank["alone"] for rank in noted()] == [([], [], set())] * 4
-
-
 def test_the_users_collectives_are_noted_once_while_recording_or_not_and_numbered_with_fsdps() -> None:
     for rank, found in enumerate(noted()):
+        everyone = "of [0, 1, 2, 3]"
         broadcast = [("broadcast(src=0) of [0, 2]", 1, True, State.DONE)] if rank in (0, 2) else []
-        all_reduce, connect, all_gather = (
-            f"{op} of [0, 1, 2, 3]" for op in ("all_reduce", "connect", "all_gather")
-        )
         assert found["of the user"] == [
-            (all_reduce, 1, True, State.DONE),
-            (all_reduce, 2, True, State.DONE),
+            (f"all_reduce {everyone}", 1, True, State.DONE),
+            (f"all_reduce {everyone}", 2, True, State.DONE),
             *broadcast,
-            (connect, 1, False, State.DONE),
-            (all_gather, 3, False, State.DONE),
-        ]
-
-
-def test_the_flat_collectives_are_noted_with_their_owner_dtype_and_bytes_of_the_whole() -> None:
-    for rank in noted():
-        assert rank["flat"] == [
-            ("all_gather", "unit", "float64", 64),
-            ("reduce_scatter", "unit", "float64", 64),
+            (f"connect {everyone}", 1, False, State.DONE),
+            (f"all_gather {everyone}", 3, False, State.DONE),
         ]
 
 
@@ -265,7 +233,7 @@ SCRIPT = """
     from hwfsdp import CollectiveError, fully_shard
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank = dist.get_rank()
+    rank, folder = dist.get_rank(), Path(sys.argv[1])
 
     def shard(seconds):
         mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=seconds)), "cpu")
@@ -276,22 +244,18 @@ SCRIPT = """
         model(torch.ones(1, 4))
         return model
 
-    def note(name, call):
-        try:
-            call()
-        except CollectiveError as error:
-            (Path(sys.argv[1]) / f"{name}-{rank}").write_text(str(error))
-
     model = shard(seconds=60)
-    note("skip", lambda: (model[rank])(torch.ones(1, 4 + 2 * rank)))
+    try:
+        model[rank](torch.ones(1, 4 + 2 * rank))
+    except CollectiveError as error:
+        (folder / f"skip-{rank}").write_text(str(error))
     model = shard(seconds=2)
-
-    def hang():
-        if rank == 1:
-            threading.Event().wait()  # here
+    if rank == 1:
+        threading.Event().wait()  # here
+    try:
         model(torch.ones(1, 4))
-
-    note("hang", hang)
+    except CollectiveError as error:
+        (folder / "hang").write_text(str(error))
     sys.exit(3)
 """
 
@@ -307,6 +271,5 @@ def test_under_torchrun_the_error_of_each_rank_has_the_table_of_all_even_of_one_
     assert "\n\nrank 1 called all_gather of '1' where rank 0 called all_gather of '0': " in first
     assert first.split("\n\n")[1] == second.split("\n\n")[1]
     line = 1 + next(n for n, text in enumerate(script.read_text().splitlines()) if "# here" in text)
-    hang = (tmp_path / "hang-0").read_text()
-    assert "rank 0 waits in collective " in hang
-    assert f"; rank 1 has not called it; rank 1 is in {script}:{line}, in hang.\n" in hang
+    hang = (tmp_path / "hang").read_text()
+    assert f"; rank 1 has not called it; rank 1 is in {script}:{line}, in <module>.\n" in hang

@@ -70,17 +70,6 @@ def each_rank_runs_another_expert() -> None:
 
 
 @differs
-def each_rank_runs_another_model() -> None:
-    shard = on_new_ranks()
-    models = [blocks(), blocks()]
-    for model in models:
-        for block in model:
-            shard(block)
-        shard(model)
-    models[dist.get_rank()](ones())
-
-
-@differs
 def the_ranks_run_the_blocks_of_a_model_in_another_order() -> None:
     shard = on_new_ranks()
     model = blocks()

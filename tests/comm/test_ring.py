@@ -5,9 +5,10 @@ The numbers are small integers, so that floating-point sums are exact in any ord
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from hwfsdp import launch, record
 from hwfsdp.collectives import RingAllGather, RingReduceScatter
 from hwfsdp.comm.ring import exchange, ring_all_gather, ring_reduce_scatter
 from hwfsdp.compat import all_gather_single, reduce_scatter_single
-from hwfsdp.observe.accounting import on_the_wire
 
 CASES = [*product((1, 5), (torch.float32, torch.float64, torch.int64))]  # elements of a block, dtype
 SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
@@ -30,17 +30,13 @@ def integers(n: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-50, 50, (n,), generator=generator).to(dtype)
 
 
-@contextmanager
-def one_block_per_step(block: Tensor) -> Iterator[None]:
-    """Check that the `with` block sends and receives one block per step, which is the minimum, and calls no other collective."""
-    world_size = dist.get_world_size()
+def sent_in_blocks(call: Callable[[], Any], block: Tensor) -> bool:
+    """Return True if the call sends and receives one block per step, which is the minimum, and calls no other collective."""
     with record() as log:
-        yield
-    for op in ("send", "recv"):
-        assert [e.bytes for e in log.select(op)] == [block.nbytes] * (world_size - 1)
-    assert {e.op for e in log.collectives()} <= {"send", "recv"}
-    sent = sum(e.bytes for e in log.select("send"))
-    assert sent == on_the_wire("all_gather", world_size * block.nbytes, world_size)
+        call()
+    steps = dist.get_world_size() - 1
+    found = Counter((e.op, e.bytes) for e in log.collectives())
+    return found == Counter({(op, block.nbytes): steps for op in ("send", "recv")})
 
 
 def gather_in_all_ways(n: int, dtype: torch.dtype) -> None:
@@ -49,8 +45,7 @@ def gather_in_all_ways(n: int, dtype: torch.dtype) -> None:
     expected, beside, in_place, selected = (torch.full((world_size * n,), -99, dtype=dtype) for _ in range(4))
     all_gather_single(expected, block, group, False)
     given = block.clone()
-    with one_block_per_step(block):
-        ring_all_gather(beside, given, group)
+    assert sent_in_blocks(lambda: ring_all_gather(beside, given, group), block)
     own = in_place[rank * n : (rank + 1) * n]
     own.copy_(block)
     ring_all_gather(in_place, own, group)
@@ -62,26 +57,21 @@ def gather_in_all_ways(n: int, dtype: torch.dtype) -> None:
 def reduce_in_all_ways(n: int, dtype: torch.dtype) -> None:
     group, world_size = dist.group.WORLD, dist.get_world_size()
     whole = integers(world_size * n, dtype)
-    total, mean, summed, averaged, selected = (torch.full((n,), -99, dtype=dtype) for _ in range(5))
+    total, summed, selected = (torch.full((n,), -99, dtype=dtype) for _ in range(3))
     reduce_scatter_single(total, whole, SUM, group, False)
     given = whole.clone()
-    with one_block_per_step(summed):
-        ring_reduce_scatter(summed, given, group, mean=False)
+    assert sent_in_blocks(lambda: ring_reduce_scatter(summed, given, group, mean=False), summed)
     assert RingReduceScatter()(selected, whole, group, SUM, async_op=True) is None, "it blocks the host"
     assert torch.equal(summed, total) and torch.equal(selected, total)
     if dtype.is_floating_point:
-        reduce_scatter_single(mean, whole, MEAN, group, False)
-        ring_reduce_scatter(averaged, given, group, mean=True)
+        ring_reduce_scatter(summed, given, group, mean=True)
         RingReduceScatter()(selected, whole, group, MEAN)
-        assert torch.allclose(averaged, mean, rtol=1e-6) and torch.equal(averaged, total / world_size)
-        assert torch.equal(selected, averaged)
+        assert torch.equal(summed, total / world_size) and torch.equal(selected, summed)
     assert torch.equal(given, whole), "the input is only read"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_ring_equals_the_backend_keeps_its_input_and_sends_the_fewest_bytes(
-    world_size: int,
-) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_ring_equals_the_backend_keeps_its_input_and_sends_the_fewest_bytes(world_size: int) -> None:
     def on_a_rank() -> None:
         for n, dtype in CASES:
             gather_in_all_ways(n, dtype)

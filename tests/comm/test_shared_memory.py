@@ -26,7 +26,6 @@ from hwfsdp.collectives import DefaultAllGather
 from hwfsdp.comm import shared_memory
 from hwfsdp.comm.shared_memory import SharedMemoryGroup
 from hwfsdp.compat import all_gather_single, reduce_scatter_single
-from suites import long
 from together import Together, run_all
 
 Group = dist.ProcessGroup
@@ -166,7 +165,7 @@ def compared(world_size: int) -> list[dict[str, Any]]:
     return launch(run_all, world_size, {check.__name__: check for check in AS_GLOO}, timeout=100)
 
 
-@pytest.mark.parametrize("world_size", [2, 4, long(5)])  # the order of a sum matters from 4 on
+@pytest.mark.parametrize("world_size", [2, 4])  # the order of a sum matters from 4 on
 @pytest.mark.parametrize("check", AS_GLOO)
 def test_results_equal_gloos_bit_for_bit(world_size, check):
     assert [found[check.__name__] for found in compared(world_size)] == [[]] * world_size
