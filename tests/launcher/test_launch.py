@@ -9,12 +9,11 @@ import os
 import pickle
 import re
 import select
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -83,12 +82,12 @@ def gloo_threads() -> list[int]:
     return [each._threads for each in options]
 
 
-@pytest.mark.parametrize("interface", ["", "lo"])
-def test_no_gloo_group_of_a_rank_runs_two_collectives_at_once(monkeypatch, interface: str) -> None:
+def test_no_gloo_group_of_a_rank_runs_two_collectives_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's two threads free the same memory if gathers of DTensors end at the same time."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
     monkeypatch.delenv("HWFSDP_GLOO_THREADS", raising=False)
-    assert launch(gloo_threads, 2) == [[1, 1], [1, 1]]
+    for interface in ("", "lo"):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+        assert launch(gloo_threads, 2) == [[1, 1], [1, 1]]
 
 
 def test_an_exception_names_the_rank_and_carries_its_traceback_and_cause() -> None:
@@ -108,17 +107,15 @@ def test_an_exception_names_the_rank_and_carries_its_traceback_and_cause() -> No
 @pytest.mark.parametrize(
     ("leave", "how"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "death by signal SIGKILL"),
         (lambda: os._exit(0), "exit with status 0 before the function returned"),
         (lambda: sys.exit(3), "SystemExit: 3"),
     ],
 )
-def test_a_rank_that_leaves_is_named_and_not_its_neighbors(leave: object, how: str) -> None:
-    def leave_from_one() -> int:
+def test_a_rank_that_leaves_is_named_and_not_its_neighbors(leave: Callable[[], None], how: str) -> None:
+    def leave_from_one() -> None:
         if dist.get_rank() == 1:
-            leave()  # type: ignore[operator]
+            leave()
         dist.all_reduce(torch.ones(1))
-        return os.getpid()
 
     with pytest.raises(RankError, match=how) as caught:
         launch(leave_from_one, 2, timeout=60)
@@ -224,17 +221,14 @@ class Broken:
         return int, ("not a number",)
 
 
-@pytest.mark.parametrize(
-    ("give", "said"),
-    [
+def test_a_result_that_cannot_come_back_is_named_with_its_rank() -> None:
+    for give, said in [
         (Broken, "rank 1.*cannot be unpickled"),
         (threading.Lock, "the result of the function: expected a value that can be pickled.*lock"),
-    ],
-)
-def test_a_result_that_cannot_come_back_is_named_with_its_rank(give: Callable[[], Any], said: str) -> None:
-    with pytest.raises(RankError, match=said) as caught:
-        launch(lambda: give() if dist.get_rank() == 1 else None, 2, timeout=60)
-    assert caught.value.rank == 1
+    ]:
+        with pytest.raises(RankError, match=said) as caught:
+            launch(lambda: give() if dist.get_rank() == 1 else None, 2, timeout=60)  # noqa: B023
+        assert caught.value.rank == 1
 
 
 def generate() -> Any:
@@ -245,39 +239,30 @@ async def wait_for_nothing() -> None:
     pass
 
 
-def test_unusable_arguments_are_refused_before_a_process_starts(monkeypatch):
-    for fn, world_size, options, says, kind in [
-        (2, os.getpid, {}, "a function; got 2 .int.. Pass the function first", TypeError),
-        (generate, 1, {}, "returns its result; got generate, a generator", TypeError),
-        (wait_for_nothing, 1, {}, "returns its result; got wait_for_nothing, a ", TypeError),
-        (os.getpid, "2", {}, "an int; got '2' .str.. Convert it", TypeError),
-        (os.getpid, True, {}, "an int; got True", TypeError),
-        (os.getpid, 0, {}, "1 or more; got 0", ValueError),
-        (os.getpid, 1, {"timeout": "5"}, "a number of seconds, or None; got '5'", TypeError),
-        (os.getpid, 1, {"timeout": True}, "a number of seconds, or None; got True", TypeError),
-        (os.getpid, 1, {"timeout": 0}, "above 0 seconds; got 0", ValueError),
-        (os.getpid, 1, {"timeout": float("nan")}, "a finite number .*Leave it out for no limit", ValueError),
-        (os.getpid, 1, {"device": "abacus"}, "'cpu' or 'cuda'; got 'abacus'", ValueError),
-        (os.getpid, 1, {"device": "cuda:0"}, "Pass 'cuda' for GPUs .rank i runs on GPU i.", ValueError),
-        (os.getpid, 1, {"device": None}, "'cpu' or 'cuda'; got None", ValueError),
-        (
-            lambda lock: None,
-            1,
-            {"lock": threading.Lock()},
-            "argument lock of fn: .* can be pickled.*lock",
-            TypeError,
-        ),
-    ]:
-        monkeypatch.setattr(launching, "run_ranks", None)
+REFUSED: list[tuple[Any, Any, dict[str, Any], str, type[Exception]]] = [
+    (2, os.getpid, {}, "a function; got 2 .int.. Pass the function first", TypeError),
+    (generate, 1, {}, "returns its result; got generate, a generator", TypeError),
+    (wait_for_nothing, 1, {}, "returns its result; got wait_for_nothing, a ", TypeError),
+    (os.getpid, "2", {}, "an int; got '2' .str.. Convert it", TypeError),
+    (os.getpid, True, {}, "an int; got True", TypeError),
+    (os.getpid, 0, {}, "1 or more; got 0", ValueError),
+    (os.getpid, 1, {"timeout": "5"}, "a number of seconds, or None; got '5'", TypeError),
+    (os.getpid, 1, {"timeout": 0}, "above 0 seconds; got 0", ValueError),
+    (os.getpid, 1, {"timeout": float("nan")}, "a finite number .*Leave it out for no limit", ValueError),
+    (os.getpid, 1, {"device": None}, "'cpu' or 'cuda'; got None", ValueError),
+    (os.getpid, 1, {"device": "cuda:0"}, "Pass 'cuda' for GPUs .rank i runs on GPU i.", ValueError),
+    (os.getpid, 1, {"device": "cuda"}, "without it. Install such a torch, or pass device='cpu'", ValueError),
+    (print, 1, {"lock": threading.Lock()}, "argument lock of fn: .* can be pickled.*lock", TypeError),
+]
+
+
+def test_unusable_arguments_are_refused_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setattr(launching, "run_ranks", None)
+    for fn, world_size, options, says, kind in REFUSED:
         with pytest.raises(UsageError, match=says) as caught:
             launch(fn, world_size, **options)
         assert isinstance(caught.value, kind)
-
-
-def test_cuda_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    with pytest.raises(UsageError, match="built without it. Install such a torch, or pass device='cpu'"):
-        launch(os.getpid, 1, device="cuda")
 
 
 NO_DRIVER = """
@@ -400,54 +385,70 @@ class Evil:
         return Path.touch, (self.path,)
 
 
+@pytest.fixture
+def evil(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "evil"
+    assert not (tmp_path / "evil").exists()
+
+
 def untrusted(fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
     call = cloudpickle.dumps((fn, args, {}))
     return run_ranks(call, 1, timeout, "cpu", write=lambda text: None, unpickle=None)
 
 
-def test_the_result_of_an_untrusted_rank_stays_bytes(tmp_path: Path) -> None:
-    (returned,) = untrusted(lambda path: Evil(path), tmp_path / "evil")
+def own_connection() -> Connection:
+    """Find the connection of this rank with its caller."""
+    gc.unfreeze()
+    (found,) = [o for o in gc.get_objects() if isinstance(o, Connection) and not o.closed]
+    return found
+
+
+def test_the_result_of_an_untrusted_rank_stays_bytes(evil: Path) -> None:
+    (returned,) = untrusted(Evil, evil)
     assert isinstance(returned, bytes)
-    assert not (tmp_path / "evil").exists()
     with pytest.raises(pickle.UnpicklingError):
         read_message(returned)
-    assert not (tmp_path / "evil").exists()
 
 
-def test_the_error_of_an_untrusted_rank_is_text(tmp_path: Path) -> None:
-    def fail(path: Path) -> None:
-        error = ValueError("no")
-        error.evil = Evil(path)  # type: ignore[attr-defined]
-        raise error
-
-    with pytest.raises(RankError, match="ValueError: no") as caught:
-        untrusted(fail, tmp_path / "evil")
-    assert caught.value.__cause__ is None and caught.value.reason == "raised"
-    assert not (tmp_path / "evil").exists()
+def raise_evil(path: Path) -> None:
+    error = ValueError("no")
+    error.evil = Evil(path)  # type: ignore[attr-defined]
+    raise error
 
 
-def test_a_forged_message_is_not_run(tmp_path: Path) -> None:
-    def forge(path: Path) -> None:
-        gc.unfreeze()
-        (connection,) = [o for o in gc.get_objects() if isinstance(o, Connection) and not o.closed]
-        connection.send_bytes(pickle.dumps(("return", Evil(path))))
-
-    with pytest.raises(RankError, match="a message that cannot be read") as caught:
-        untrusted(forge, tmp_path / "evil")
-    assert caught.value.reason == "died"
-    assert not (tmp_path / "evil").exists()
+def forge(path: Path) -> None:
+    own_connection().send_bytes(pickle.dumps(("return", Evil(path))))
 
 
-def test_half_a_message_does_not_keep_the_caller_waiting() -> None:
-    def begin() -> None:
-        gc.unfreeze()
-        (connection,) = [o for o in gc.get_objects() if isinstance(o, Connection) and not o.closed]
-        os.write(connection.fileno(), b"\0\0\1\0half")
-        threading.Event().wait()
+def begin_a_message(path: Path) -> None:
+    os.write(own_connection().fileno(), b"\0\0\1\0half")
+    threading.Event().wait()
 
-    with pytest.raises(RankError, match="no return within 3 s") as caught:
-        untrusted(begin, timeout=3.0)
-    assert caught.value.reason == "late"
+
+@pytest.mark.parametrize(
+    ("fn", "words", "reason", "timeout"),
+    [
+        (raise_evil, "ValueError: no", "raised", 30.0),
+        (forge, "a message that cannot be read", "died", 30.0),
+        (begin_a_message, "no return within 3 s", "late", 3.0),
+    ],
+)
+def test_errors_and_forged_messages_of_an_untrusted_rank_are_text(fn, words, reason, timeout, evil):
+    with pytest.raises(RankError, match=words) as caught:
+        untrusted(fn, evil, timeout=timeout)
+    assert caught.value.__cause__ is None and caught.value.reason == reason
+
+
+# --- Processes ---------------------------------------------------------------------------------------------
+
+
+LONG_PATH = """
+    import os
+    from hwfsdp import launch
+    from hwfsdp.launcher.fork_server import fork_here
+    {begin}
+    print(launch(os.getpid, 2), os.environ["TMPDIR"])
+"""
 
 
 @pytest.mark.parametrize("begin", ["", suites.long("fork_here()")], ids=["its own server", "a fork"])
@@ -456,17 +457,9 @@ def test_ranks_start_where_temporary_files_lie_in_a_folder_with_a_long_path(
 ) -> None:
     """The path of a Unix socket has at most 107 bytes."""
     (folder := tmp_path / ("long" * 30)).mkdir()
-    lines = [
-        "import os",
-        "from hwfsdp import launch",
-        "from hwfsdp.launcher.fork_server import fork_here",
-        begin,
-    ]
-    lines += ["print(launch(os.getpid, 2), os.environ['TMPDIR'])"]
+    command = [sys.executable, script(tmp_path, LONG_PATH.format(begin=begin))]
     environ = {**os.environ, "TMPDIR": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], env=environ, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith(f"{folder}\n"), done.stderr
 
 
