@@ -6,6 +6,7 @@ The oracle is the uninterrupted run: losses are equal at the same number of rank
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 from dataclasses import replace
@@ -13,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import suites
 import torch
 
 from hwfsdp import RankError, UsageError, checkpoint, launch
 from hwfsdp.cli import main
 from hwfsdp.launcher import launch as launching
 from hwfsdp.launcher import worker
-from hwfsdp.train.loop import TrainConfig, train
+from hwfsdp.train.loop import TrainConfig, TrainResult, train
 from hwfsdp.train.models import GPTConfig
 from hwfsdp.train.snapshots import ROWS, SnapshotConfig
 
@@ -35,32 +35,27 @@ def losses_of(world_size: int, config: TrainConfig) -> list[float]:
 
 
 @functools.cache
-def uninterrupted(world_size: int, dtype: str = "float32") -> list[float]:
-    return losses_of(world_size, replace(CONFIG, param_dtype=dtype))
+def uninterrupted() -> list[float]:
+    return losses_of(2, CONFIG)
 
 
 def saving(path: Path, **options: Any) -> TrainConfig:
     return replace(CONFIG, snapshots=SnapshotConfig(path, **options))
 
 
-class Interruption:
-    """A callback after each step on rank 0. After `after` steps it kills the rank, or asks it to stop."""
+def interrupted(config: TrainConfig, after: int, how: signal.Signals) -> list[TrainResult]:
+    """Train on two ranks. After `after` steps, rank 0 gets a signal."""
+    steps = itertools.count(1)
 
-    def __init__(self, after: int, how: str) -> None:
-        self.left, self.how = after, how
+    def after_each_step(*_: object) -> None:
+        if next(steps) == after:
+            os.kill(os.getpid(), how)
 
-    def __call__(self, *_: object) -> None:
-        self.left -= 1
-        if self.left == 0 and self.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.left == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+    return launch(train, 2, config, "cpu", after_each_step, timeout=120)
 
 
-@pytest.mark.parametrize(("blocking", "dtype"), [(False, "float32"), suites.long(True, "bfloat16")])
-def test_saving_changes_no_loss_and_the_newest_saves_are_kept(blocking, dtype, tmp_path):
-    config = replace(saving(tmp_path, every=2, keep=3, blocking=blocking), param_dtype=dtype)
-    assert losses_of(2, config) == uninterrupted(2, dtype)
+def test_saving_changes_no_loss_and_the_newest_saves_are_kept(tmp_path):
+    assert losses_of(2, saving(tmp_path, every=2, keep=3)) == uninterrupted()
     assert [int(save.split("-")[0]) for save in checkpoint.inspect(tmp_path).saves] == [3, 4, 5]
     assert checkpoint.verify(tmp_path).tensors["state_dict['losses']"].shape == (CONFIG.steps,)
 
@@ -68,8 +63,8 @@ def test_saving_changes_no_loss_and_the_newest_saves_are_kept(blocking, dtype, t
 def test_a_killed_run_goes_on_with_the_same_bits(tmp_path):
     config = saving(tmp_path, every=2, resume=True)
     with pytest.raises(RankError, match="SIGKILL"):
-        launch(train, 2, config, "cpu", Interruption(5, "kill"), timeout=120)
-    assert losses_of(2, config) == uninterrupted(2)
+        interrupted(config, 5, signal.SIGKILL)
+    assert losses_of(2, config) == uninterrupted()
 
 
 @pytest.mark.long
@@ -80,16 +75,16 @@ def test_a_run_goes_on_from_a_save_that_was_killed_before_it_counted(tmp_path):
     with pytest.raises(UsageError, match="starts from the beginning"):
         SnapshotConfig(tmp_path)
     found = launch(train, 2, config, timeout=120)[0]
-    assert found.resumed_at == 4 and found.losses == uninterrupted(2)
+    assert found.resumed_at == 4 and found.losses == uninterrupted()
 
 
 def test_asked_to_stop_all_ranks_save_after_the_same_step(tmp_path):
     config = saving(tmp_path, every=100, resume=True)
-    results = launch(train, 2, config, "cpu", Interruption(4, "ask"), timeout=120)
+    results = interrupted(config, 4, signal.SIGTERM)
     assert [(r.stopped, len(r.losses), r.resumed_at) for r in results] == [(True, 4, 0)] * 2
     results = launch(train, 2, config, timeout=120)
     assert [(r.stopped, r.resumed_at) for r in results] == [(False, 4)] * 2
-    assert results[0].losses == uninterrupted(2)
+    assert results[0].losses == uninterrupted()
 
 
 def test_at_another_world_size_a_run_goes_on_with_the_same_batches(tmp_path):
@@ -97,16 +92,11 @@ def test_at_another_world_size_a_run_goes_on_with_the_same_batches(tmp_path):
     losses_of(2, replace(config, steps=5))
     found = launch(train, 3, config, timeout=120)[0]
     assert found.resumed_at == 5
-    assert found.losses == pytest.approx(uninterrupted(2), abs=1e-5)
+    assert found.losses == pytest.approx(uninterrupted(), abs=1e-5)
 
 
-OTHER = [
-    {"seed": 1},
-    {"lr": 0.5},
-    {"param_dtype": "bfloat16"},
-    {"model": GPTConfig(64, 2, 1, 16)},
-    {"batch": 2},
-]
+SIZES = GPTConfig(64, 2, 1, 16)
+OTHER = [{"seed": 1}, {"lr": 0.5}, {"param_dtype": "bfloat16"}, {"model": SIZES}, {"batch": 2}]
 
 
 def refusals(config: TrainConfig) -> list[str]:
@@ -128,30 +118,22 @@ def test_another_setting_is_refused_by_name_and_ranks_that_cannot_share_the_batc
         launch(train, 4, config, timeout=120)
 
 
-def draw_and_save(path: Path) -> list[float]:
-    """Draw random numbers on each rank. A save comes before."""
-    torch.manual_seed(int(os.environ["RANK"]))
-    result = train(replace(CONFIG, steps=1, snapshots=SnapshotConfig(path)))
-    assert not result.stopped
-    return torch.rand(3).tolist()
-
-
-def resume_and_draw(path: Path) -> list[float]:
-    train(replace(CONFIG, steps=1, snapshots=SnapshotConfig(path, resume=True)))
+def run_and_draw(path: Path, resume: bool) -> list[float]:
+    """Save, or resume from the save, and then draw random numbers on each rank."""
+    if not resume:
+        torch.manual_seed(int(os.environ["RANK"]))
+    train(replace(CONFIG, steps=1, snapshots=SnapshotConfig(path, resume=resume)))
     return torch.rand(3).tolist()
 
 
 def test_random_numbers_go_on_on_every_rank(tmp_path):
-    expected = launch(draw_and_save, 2, tmp_path, timeout=120)
-    assert launch(resume_and_draw, 2, tmp_path, timeout=120) == expected
-    assert expected[0] != expected[1]
+    expected, resumed = (launch(run_and_draw, 2, tmp_path, resume, timeout=120) for resume in (False, True))
+    assert resumed == expected and expected[0] != expected[1]
 
 
 def test_a_run_that_begins_anew_does_not_replace_a_checkpoint(tmp_path):
     checkpoint.save({"x": 1}, tmp_path)
-    with pytest.raises(
-        UsageError, match="because this run starts from the beginning; got one. Resume from it"
-    ):
+    with pytest.raises(UsageError, match="this run starts from the beginning; got one. Resume from it"):
         SnapshotConfig(tmp_path)
 
 
