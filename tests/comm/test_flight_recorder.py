@@ -67,10 +67,13 @@ def test_a_note_names_the_collective_its_owner_and_its_group(ring: Any) -> None:
     ]
 
 
-def test_a_full_ring_keeps_the_last_calls_in_order(ring: Any) -> None:
+def test_a_full_ring_keeps_the_last_calls_in_order_and_old_notes_do_not_touch_them(ring: Any) -> None:
+    old = begin()
     for number in range(2 * SLOTS + 7):
         begin(number)
+    old.mark(State.FAILED)
     assert [call.owner for call in ring()] == [f"blocks.{n}" for n in range(SLOTS + 7, 2 * SLOTS + 7)]
+    assert {call.state for call in ring()} == {State.WAIT}
 
 
 def test_the_state_follows_the_work_and_its_errors(ring: Any) -> None:
@@ -91,14 +94,6 @@ def test_the_state_follows_the_work_and_its_errors(ring: Any) -> None:
     with pytest.raises(ValueError, match="no"), Call("all_gather", "group", begin()):
         raise ValueError("no")  # it cannot be issued
     assert ring()[-1].state is State.FAILED
-
-
-def test_an_old_note_does_not_touch_the_one_that_took_its_slot(ring: Any) -> None:
-    old = begin()
-    for number in range(SLOTS):
-        begin(number)
-    old.mark(State.FAILED)
-    assert {call.state for call in ring()} == {State.WAIT}
 
 
 def test_a_long_name_is_cut_and_leaves_the_neighbors_alone(ring: Any) -> None:

@@ -7,12 +7,10 @@ import time
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch.distributed as dist
 
 from hwfsdp import EventLog, launch, record
 from hwfsdp.observe import events, recording
-from hwfsdp.observe.clocks import RankClock, shifts_to_one_axis
 
 AHEAD = 1e9  # µs that each rank's clock is ahead of the one before
 
@@ -32,19 +30,6 @@ def around_a_barrier(machine: str | None) -> EventLog | None:
                 with events.span("copy_out", "compute"):
                     pass
             return recording.gather_log(log)
-
-
-@pytest.mark.parametrize(
-    ("given", "shifts"),
-    [
-        ({}, {}),
-        ({3: RankClock(7.0, "a")}, {3: 0.0}),
-        ({0: RankClock(7.0, "a"), 1: RankClock(4.0, "a")}, {0: 3.0, 1: 0.0}),
-        ({0: RankClock(7.0, "a"), 1: RankClock(4.0, "b"), 2: RankClock(9.0, "a")}, {0: 0.0, 1: 0.0, 2: 2.0}),
-    ],
-)
-def test_times_count_from_the_earliest_origin_of_the_first_machine(given, shifts):
-    assert shifts_to_one_axis(given) == shifts
 
 
 def gathered_of_two() -> list[int] | None:

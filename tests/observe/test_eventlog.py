@@ -60,15 +60,6 @@ STEP = (
 )
 
 
-def test_events_are_selected_by_op_and_by_attributes() -> None:
-    log = EventLog(events_of(0, *STEP))
-    assert log.select() == log.events
-    assert [e.seq for e in log.select("all_gather")] == [0, 2]
-    assert [e.seq for e in log.select("all_gather", "backward", owner="b")] == [2, 5]
-    assert [e.seq for e in log.select(stream="compute", owner="a")] == [3]
-    assert [e.seq for e in log.collectives()] == [0, 2, 4]
-
-
 # --- The summary -------------------------------------------------------------------------------------------
 
 

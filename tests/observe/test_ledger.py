@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -21,25 +20,19 @@ def alive(ledger: Ledger) -> dict[str, int]:
     return {kind: nbytes for kind, nbytes in ledger.bytes_by_kind().items() if nbytes}
 
 
-def test_a_storage_counts_once_with_its_whole_size_under_the_kind_watched_last() -> None:
+def test_a_storage_counts_once_with_its_whole_size_under_the_kind_watched_last_until_its_last_view_dies() -> (
+    None
+):
     ledger, whole = Ledger(), floats(10)
     assert ledger.bytes_by_kind() == dict.fromkeys(KINDS, 0)
     for kind in ("all_gather_buffer", "sharded_param"):
         for view in (whole[:3], whole[5:], whole.view(2, 5), whole.data):
             ledger.watch(view, kind)
         assert alive(ledger) == {kind: 40}
-
-
-@pytest.mark.parametrize("dying", ["tensor", "view"])
-def test_a_storage_counts_until_the_last_tensor_of_it_has_died(dying: str) -> None:
-    ledger, tensors = Ledger(), {"tensor": floats(10)}
-    tensors["view"] = tensors["tensor"].detach()[:5]
-    for tensor in tensors.values():
-        ledger.watch(tensor, "sharded_param")
-    del tensors[dying], tensor
+    del whole
     gc.collect()
-    assert alive(ledger) == {"sharded_param": 40}
-    tensors.clear()
+    assert alive(ledger) == {"sharded_param": 40}  # of a view
+    del view
     gc.collect()
     assert alive(ledger) == {}
 

@@ -277,12 +277,7 @@ def exchanged(weight: Tensor, grad: Tensor) -> Works:
 # Each returns works that the program must wait for before an optimizer reads the gradient and writes the weight.
 ASYNCHRONOUS: dict[str, Callable[[Tensor, Tensor], Works]] = {
     "all_gather": lambda weight, grad: [dist.all_gather([grad, torch.ones(4)], weight, async_op=True)],
-    "reduce_scatter": lambda weight, grad: [
-        dist.reduce_scatter(grad, [torch.ones(4), torch.ones(4)], async_op=True)
-    ],
     "all_reduce": lambda weight, grad: [dist.all_reduce(grad, async_op=True)],
-    "broadcast": lambda weight, grad: [dist.broadcast(grad, 0, async_op=True)],
-    "send and receive": lambda weight, grad: [dist.isend(weight, peer()), dist.irecv(grad, peer())],
     "a batch": exchanged,
     "coalesced": coalesced,
 }

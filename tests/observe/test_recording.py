@@ -230,16 +230,14 @@ def ring_ops(send: Any, receive: Any) -> tuple[list[P2POp], Tensor]:
 
 
 def passed_around() -> list[tuple[float, list[str]]]:
-    """Use batches made in the recording, before it (from functions imported earlier), and in an earlier recording."""
+    """Use batches made in an earlier recording, before the recording (from functions imported earlier), and in it."""
+    with record():
+        batches = [ring_ops(dist.isend, dist.irecv)]
+    batches.append(ring_ops(isend, irecv))
     found = []
-    for made_in in ("this recording", "no recording", "an earlier recording"):
-        with record() if made_in == "an earlier recording" else contextlib.nullcontext():
-            ops, received = ring_ops(dist.isend, dist.irecv)
-        if made_in == "no recording":
-            ops, received = ring_ops(isend, irecv)
+    for made in (*batches, None):
         with record() as log:
-            if made_in == "this recording":
-                ops, received = ring_ops(dist.isend, dist.irecv)
+            ops, received = made or ring_ops(dist.isend, dist.irecv)
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
         found.append((received[0].item(), [e.op for e in log.collectives()]))
@@ -261,10 +259,19 @@ def in_place_now() -> dict[str, Any]:
     return {**found, "P2POp": dist.P2POp.__init__, "resize_": torch.UntypedStorage.resize_}
 
 
-def test_a_recording_replaces_functions_at_all_their_names_and_puts_them_back() -> None:
+def resize() -> None:
+    """Free memory, which is an event."""
+    torch.zeros(4).untyped_storage().resize_(0)
+
+
+def test_a_recording_replaces_functions_at_all_their_names_and_puts_them_back_after_an_exception_too() -> (
+    None
+):
     before = in_place_now()
-    with record():
+    with pytest.raises(KeyError, match="of the user"), record() as log:
         during = in_place_now()
+        resize()
+        raise KeyError("of the user")
     after = in_place_now()
     replaced = {name for name, function in before.items() if function is not during[name]}
     seldom = ("reduce", "gather", "scatter", "barrier", "monitored_barrier", "all_to_all")
@@ -272,20 +279,6 @@ def test_a_recording_replaces_functions_at_all_their_names_and_puts_them_back() 
     assert replaced >= {f"{place.__name__}.{name}" for place in PLACES for name in everywhere}
     assert replaced >= {"torch.distributed.isend", "torch.distributed.irecv", "P2POp", "resize_"}
     assert all(function is after[name] for name, function in before.items())
-    assert events.active() is None
-
-
-def resize() -> None:
-    """Free memory, which is an event."""
-    torch.zeros(4).untyped_storage().resize_(0)
-
-
-def test_an_exception_passes_through_and_everything_is_put_back() -> None:
-    before = in_place_now()
-    with pytest.raises(KeyError, match="of the user"), record() as log:
-        resize()
-        raise KeyError("of the user")
-    assert all(function is in_place_now()[name] for name, function in before.items())
     assert events.active() is None
     assert [e.op for e in log.events] == ["free"]
 

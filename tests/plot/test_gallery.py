@@ -120,13 +120,3 @@ def test_the_page_shows_every_picture_once_and_each_is_there() -> None:
     }
     # tests/walks/test_faq.py tests the pictures of the FAQ
     assert {name for name in there if not name.startswith("faq_")} == set(shown)
-
-
-def test_the_files_of_the_documents_have_two_pixels_for_each_of_a_page() -> None:
-    exercises = DOCS.parent / "exercises"
-    paths = [*(DOCS / "pictures").glob("*.png"), *exercises.glob("*/picture*.png")]
-    widths = {path: int.from_bytes(path.read_bytes()[16:20], "big") for path in paths}
-    wanted = {
-        path: round(sheet.DPI * (sheet.PHONE if "_phone" in path.stem else sheet.PAGE)) for path in paths
-    }
-    assert {path: width for path, width in widths.items() if width != wanted[path]} == {}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from commands import assert_refused, said_by
-from figures import events_of, sampled, training_log
+from figures import events_of, training_log
 
 from hwfsdp import Event, EventLog, UsageError, record
 from hwfsdp.observe.analysis import expect_peak, times_of_steps
@@ -63,13 +63,6 @@ def test_columns_give_back_every_event_from_the_first_on_to_a_tenth_of_a_microse
         assert found.dur_us == pytest.approx(event.dur_us, abs=0.051)
         times = {"start_us": 0.0, "dur_us": 0.0}
         assert replace(found, **times) == replace(event, **times, reads=(), writes=(), code="")
-
-
-def test_samples_that_repeat_are_left_out_and_the_last_one_is_kept() -> None:
-    log = sampled(*({"sharded_param": n} for n in (5, 5, 7, 7, 7, 3, 3)))
-    log.events = events_of(0, ("forward", "compute", 0, 9))
-    (packed,) = pack([("x", log)])["logs"]
-    assert packed["samples"] == {"0": {"us": [0, 2000, 5000, 6000], "kinds": {"sharded_param": [5, 7, 3, 3]}}}
 
 
 def test_times_of_steps_equal_each_step_alone_and_have_the_means_of_the_summary() -> None:
