@@ -63,30 +63,18 @@ def test_a_name_that_ends_in_gz_gives_a_compressed_file_and_both_read_alike(tmp_
     assert (tmp_path / "again.json.gz").read_bytes() == compressed
 
 
-def described(kind: str, argument: str) -> dict[Track, Any]:
-    return {track(e): e["args"][argument] for e in entries("M") if e["name"] == kind}
-
-
-def test_processes_are_ranks_counted_from_one_and_tracks_are_streams_in_their_order() -> None:
-    number = {stream: number for number, stream in enumerate(STREAMS, start=1)}  # 0 is the process itself
-    assert [track(e) for e in entries("X")] == [(e.rank + 1, number[e.stream]) for e in LOG]
-    tracks = {(e.rank + 1, number[e.stream]): e.stream for e in LOG}
-    assert described("thread_name", "name") == tracks
-    assert described("thread_sort_index", "sort_index") == {place: place[1] for place in tracks}
-    assert described("process_name", "name") == {(1, 0): "rank 0", (3, 0): "rank 2"}
-    assert described("process_sort_index", "sort_index") == {(1, 0): 0, (3, 0): 2}
-
-
 # --- Slices ------------------------------------------------------------------------------------------------
 
 
-def test_a_slice_has_the_times_of_its_event_in_microseconds_and_all_of_it_as_arguments() -> None:
+def test_a_slice_has_the_times_and_the_words_of_its_event_on_the_track_of_its_rank_and_stream() -> None:
+    named = [e for e in entries("M") if e["name"] in ("process_name", "thread_name")]
+    names = {(e["name"], track(e)): e["args"]["name"] for e in named}
     for event, entry in zip(LOG, entries("X"), strict=True):
         assert (entry["ts"], entry["dur"]) == (event.start_us, event.dur_us)
-        assert entry["ts"] * 1000 == int(entry["ts"] * 1000)
-        assert entry["args"] == event.as_dict()
-        assert entry["cat"] == event.op
+        assert entry["args"] == event.as_dict() and entry["cat"] == event.op
         assert entry["name"] == f"{event.op} {event.owner}".strip()
+        assert names["process_name", (entry["pid"], 0)] == f"rank {event.rank}"
+        assert names["thread_name", track(entry)] == event.stream
 
 
 def drawn(*rows: tuple[int, str, float, float]) -> list[tuple[float, float]]:

@@ -5,7 +5,6 @@ test_player_page tests the behavior of the page in a real browser.
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -278,18 +277,17 @@ def test_places_survive_the_file_and_the_merge(own: tuple[Path, EventLog], tmp_p
 
 
 def test_files_of_one_module_name_have_places_of_their_own() -> None:
-    places = CallSites()
-
-    def place_in(path: str, module: str) -> str:
+    places, installed = CallSites(), str(Path(torch.__file__).with_name("made_up.py"))
+    for path, module in [
+        (installed, "__main__"),
+        (installed, "made_up"),
+        ("train.py", "__main__"),
+        ("train.py", "mine"),
+    ]:
         names: dict[str, Any] = {"__name__": module}
         exec(compile("def step(inner): return inner()", path, "exec"), names)
-        return names["step"](lambda: places.here()).partition(" < ")[0]
-
-    installed = str(Path(torch.__file__).with_name("made_up.py"))
-    for module in ("__main__", "made_up", "__main__", "made_up"):
-        assert "step" not in place_in(installed, module)
-    assert place_in("train.py", "__main__") == "train.py:1 step"
-    assert place_in("train.py", "mine") == "train.py:1 step"
+        place = names["step"](lambda: places.here()).partition(" < ")[0]
+        assert (place == "train.py:1 step") if path == "train.py" else ("step" not in place)
 
 
 # --- The page ----------------------------------------------------------------------------------------------
@@ -335,10 +333,8 @@ def test_the_page_is_one_file_that_asks_for_nothing(log: EventLog) -> None:
 
 def test_names_in_a_log_stay_data(log: EventLog) -> None:
     hostile = EventLog([replace(e, owner=HOSTILE) for e in log.events], log.samples, log.about)
-    harmless, found = (
-        Elements(make_page([(name, each)]).text) for name, each in (("x", log), (HOSTILE, hostile))
-    )
-    assert [tag for tag, _ in found.tags] == [tag for tag, _ in harmless.tags]
+    found = Elements(make_page([(HOSTILE, hostile)]).text)
+    assert [tag for tag, _ in found.tags] == [tag for tag, _ in Elements(make_page([("x", log)]).text).tags]
     assert HOSTILE in found.data["logs"][0]["owners"]
 
 
@@ -348,11 +344,9 @@ def test_a_notebook_gets_the_page_in_a_frame_of_its_own(log: EventLog, tmp_path:
     assert tag == "iframe" and not rest
     assert (attrs["srcdoc"], attrs["sandbox"]) == (page.text, "allow-scripts")
     assert attrs["title"] == page.title == "Step player: log"
-    assert "stands here where the page runs scripts" in page._repr_html_()
     page.save(tmp_path / "x.html")
-    assert (tmp_path / "x.html").read_text() == page.text and "characters of HTML" in repr(page)
+    assert (tmp_path / "x.html").read_text() == page.text
     assert log.view(log).title == "Step player: A and B"
-    assert html.escape(HOSTILE) in make_page([(HOSTILE, log)]).text
 
 
 # --- The command -------------------------------------------------------------------------------------------
