@@ -10,7 +10,6 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,7 +19,6 @@ from hwfsdp.collectives import RingAllGather, RingReduceScatter
 from hwfsdp.comm.ring import exchange, ring_all_gather, ring_reduce_scatter
 from hwfsdp.compat import all_gather_single, reduce_scatter_single
 
-CASES = [*product((1, 5), (torch.float32, torch.float64, torch.int64))]  # elements of a block, dtype
 SUM, MEAN = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
@@ -39,60 +37,46 @@ def sent_in_blocks(call: Callable[[], Any], block: Tensor) -> bool:
     return found == Counter({(op, block.nbytes): steps for op in ("send", "recv")})
 
 
-def gather_in_all_ways(n: int, dtype: torch.dtype) -> None:
+def gather_and_reduce(n: int, dtype: torch.dtype) -> None:
     group, world_size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    block = integers(n, dtype)
-    expected, beside, in_place, selected = (torch.full((world_size * n,), -99, dtype=dtype) for _ in range(4))
+    block, whole = integers(n, dtype), integers(world_size * n, dtype)
+    expected, beside, in_place = (torch.full((world_size * n,), -99, dtype=dtype) for _ in range(3))
+    total, summed = (torch.full((n,), -99, dtype=dtype) for _ in range(2))
     all_gather_single(expected, block, group, False)
-    given = block.clone()
+    reduce_scatter_single(total, whole.clone(), SUM, group, False)
+    given, given_whole = block.clone(), whole.clone()
     assert sent_in_blocks(lambda: ring_all_gather(beside, given, group), block)
+    assert sent_in_blocks(lambda: ring_reduce_scatter(summed, given_whole, group, mean=False), block)
     own = in_place[rank * n : (rank + 1) * n]
     own.copy_(block)
-    ring_all_gather(in_place, own, group)
-    assert RingAllGather()(selected, block, group, async_op=True) is None, "it blocks the host"
-    assert all(torch.equal(result, expected) for result in (beside, in_place, selected))
-    assert torch.equal(given, block), "the input is only read"
-
-
-def reduce_in_all_ways(n: int, dtype: torch.dtype) -> None:
-    group, world_size = dist.group.WORLD, dist.get_world_size()
-    whole = integers(world_size * n, dtype)
-    total, summed, selected = (torch.full((n,), -99, dtype=dtype) for _ in range(3))
-    reduce_scatter_single(total, whole, SUM, group, False)
-    given = whole.clone()
-    assert sent_in_blocks(lambda: ring_reduce_scatter(summed, given, group, mean=False), summed)
-    assert RingReduceScatter()(selected, whole, group, SUM, async_op=True) is None, "it blocks the host"
-    assert torch.equal(summed, total) and torch.equal(selected, total)
+    assert RingAllGather()(in_place, own, group, async_op=True) is None, "it blocks the host"
+    assert torch.equal(beside, expected) and torch.equal(in_place, expected) and torch.equal(summed, total)
     if dtype.is_floating_point:
-        ring_reduce_scatter(summed, given, group, mean=True)
-        RingReduceScatter()(selected, whole, group, MEAN)
-        assert torch.equal(summed, total / world_size) and torch.equal(selected, summed)
-    assert torch.equal(given, whole), "the input is only read"
+        assert RingReduceScatter()(summed, given_whole, group, MEAN, async_op=True) is None
+        assert torch.equal(summed, total / world_size)
+    assert torch.equal(given, block) and torch.equal(given_whole, whole), "the inputs are only read"
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_ring_equals_the_backend_keeps_its_input_and_sends_the_fewest_bytes(world_size: int) -> None:
-    def on_a_rank() -> None:
-        for n, dtype in CASES:
-            gather_in_all_ways(n, dtype)
-            reduce_in_all_ways(n, dtype)
-
-    launch(on_a_rank, world_size, timeout=60)
-
-
-def test_a_ring_over_some_of_the_ranks_leaves_the_others_out() -> None:
+def gather_and_reduce_among_some() -> tuple[float, list[float], list[float]]:
     """Ranks 0 and 2 of three are a group. Then all ranks exchange in their ring."""
+    group, rank = dist.new_group([0, 2]), dist.get_rank()
+    received, gathered, reduced = torch.full((1,), -1.0), torch.zeros(2), torch.zeros(1)
+    exchange(torch.tensor([float(rank)]), received, dist.group.WORLD)
+    if rank in (0, 2):
+        ring_all_gather(gathered, torch.tensor([rank + 5.0]), group)
+        ring_reduce_scatter(reduced, torch.tensor([rank + 10.0, rank + 20.0]), group, mean=False)
+    return received.item(), gathered.tolist(), reduced.tolist()
 
-    def gather_and_reduce() -> tuple[float, list[float], list[float]]:
-        group, rank = dist.new_group([0, 2]), dist.get_rank()
-        received, gathered, reduced = torch.full((1,), -1.0), torch.zeros(2), torch.zeros(1)
-        exchange(torch.tensor([float(rank)]), received, dist.group.WORLD)
-        if rank in (0, 2):
-            ring_all_gather(gathered, torch.tensor([rank + 5.0]), group)
-            ring_reduce_scatter(reduced, torch.tensor([rank + 10.0, rank + 20.0]), group, mean=False)
-        return received.item(), gathered.tolist(), reduced.tolist()
 
-    assert launch(gather_and_reduce, 3, timeout=60) == [
+def test_the_ring_equals_the_backend_keeps_its_input_sends_the_fewest_bytes_and_leaves_other_ranks_out() -> (
+    None
+):
+    def on_a_rank() -> tuple[float, list[float], list[float]]:
+        for n, dtype in product((1, 5), (torch.float32, torch.float64, torch.int64)):
+            gather_and_reduce(n, dtype)
+        return gather_and_reduce_among_some()
+
+    assert launch(on_a_rank, 3, timeout=60) == [
         (2.0, [5.0, 7.0], [22.0]),
         (0.0, [0.0, 0.0], [0.0]),
         (1.0, [5.0, 7.0], [42.0]),
