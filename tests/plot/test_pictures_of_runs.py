@@ -11,12 +11,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
-from matplotlib.text import Annotation
 
 from figures import (
     MIB,
-    assert_texts_are_apart_and_on_the_sheet,
-    boxes,
     event,
     legend_of,
     luma,
@@ -122,16 +119,6 @@ def test_each_bar_has_the_color_of_a_key_and_only_spans_around_spans_of_their_ki
         assert bar.get_facecolor() == labels[name]
 
 
-def test_the_end_of_a_step_is_marked_where_another_follows() -> None:
-    log = training_log(ranks=2, groups=2, steps=3)
-    figure = plot_timeline(log)
-    ends = [e.end_us / 1e3 for e in log.select("optimizer", rank=0)][:-1]
-    for axes in figure.axes:
-        assert [line.get_xdata()[0] for line in axes.lines if line.get_gid() == "step end"] == ends
-    named = [t.get_text() for t in figure.axes[0].texts if isinstance(t, Annotation)]
-    assert named == ["step 0 | step 1", "step 1 | step 2"]
-
-
 # two runs
 
 
@@ -213,17 +200,6 @@ def test_expected_values_are_dashed_lines_above_memory_that_stays_and_in_the_leg
     assert legend_of(figure)[-2:] == ["model: 16.0 MiB", "unsharded: 4.00 MiB"]
     assert len({line.get_linestyle() for line in figure.legends[0].get_lines()}) == 1  # dashed
     assert figure.axes[0].get_ylim()[1] > 22.0
-
-
-def test_a_strip_says_when_the_rank_was_in_its_forward_its_backward_and_its_optimizer() -> None:
-    spans = [(0, 900, "forward"), (900, 1800, "forward"), (2000, 4000, "backward"), (4500, 5000, "optimizer")]
-    recomputed = event(9, "forward", "compute", 2500, 2600)
-    events = [event(seq, op, "compute", start, end) for seq, (start, end, op) in enumerate(spans)]
-    figure = plot_memory(EventLog([*events, recomputed], UP_AND_DOWN.samples))
-    strip = {name: (box.get_x(), box.get_width()) for name, box in boxes(figure, "phase").items()}
-    expected = {"forward": (0.0, 1.8), "backward": (2.0, 2.0), "optimizer": (4.5, 0.5)}
-    assert strip == {f"phase {op}": pytest.approx(extent) for op, extent in expected.items()}
-    assert_texts_are_apart_and_on_the_sheet(figure)
 
 
 # loss
