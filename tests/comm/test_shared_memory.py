@@ -163,20 +163,6 @@ def test_results_equal_gloos_bit_for_bit(world_size: int) -> None:
 two = Together(2)
 
 
-@two.finds((True, {8192}, 16384))
-def blocks_are_used_again_and_small_ones_make_room_for_large_ones() -> tuple[bool, set[int], int]:
-    """Two blocks are enough: the second collective tells that the first was read."""
-    group = fresh_group()
-    sizes = []
-    for length in [1024] * 10 + [2048] * 10 + [1024, 2048] * 5:
-        output = torch.empty(length)
-        whole = shared_memory.allocate((2 * length,), torch.float32)
-        reduce(output, whole, SUM, group).wait()
-        del whole
-        sizes.append(sorted(block.capacity for block in shared_memory._pool.blocks))
-    return max(map(len, sizes)) <= 2, set(sizes[9]), max(sizes[-1])
-
-
 def found_nowhere(nbytes: int) -> int:
     return os.open("/nowhere/to/be/found", os.O_RDWR)
 
