@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 
@@ -137,13 +138,18 @@ def test_a_silent_rank_and_one_whose_ring_has_lost_the_group_are_not_blamed() ->
         assert [line.split()[-2:] for line in marked(text)] == [["wait", "?"]]
 
 
-def test_a_table_fits_at_any_number_of_ranks() -> None:
-    for world_size in (2, 512):
-        reports = on_all(world_size, *(f"_orig_mod.model.layers.31.feed_forward.w2.{n}" for n in range(12)))
+def test_a_table_is_aligned_and_fits_at_any_number_of_ranks() -> None:
+    for world_size, name in itertools.product(
+        (2, 8, 512), ("0", "_orig_mod.model.layers.31.feed_forward.w2")
+    ):
+        reports = on_all(world_size, *(f"{name}.{n}" for n in range(12)))
         reports[1] = Report(1, [*(reports[1].calls or [])[:9]], place="train.py:41, in load")
         text = describe_divergence(reports)
-        assert max(map(len, text.split("\n\n")[1].splitlines())) <= 100
+        rows = text.split("\n\n")[1].splitlines()
+        assert len({len(row) for row in rows}) == 1 and len(rows[0]) <= 100
         assert max(map(len, text.splitlines())) <= 160
+        if world_size > 8 or name == "0":  # else a column for each rank does not fit
+            assert ("ranks 0, 2–" in rows[0]) == (world_size > 8)
 
 
 def test_different_sizes_and_an_additional_collective_of_one_ranks_script_are_told_apart() -> None:

@@ -22,10 +22,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp import fully_shard, launch, record
+from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.comm import flight_recorder
 from hwfsdp.comm.flight_recorder import SIZE, SLOT, SLOTS, State
 from hwfsdp.comm.transport import Call
 from hwfsdp.errors import CollectiveError
+from hwfsdp.streams import streams_for
 
 
 class Group:
@@ -171,6 +173,14 @@ def steps_logged_and_noted(mesh: Any) -> tuple[list[Any], list[Any], set[State]]
     )
 
 
+def flat_collectives() -> list[tuple[str, str, str, int]]:
+    before, streams = len(own_calls()), streams_for("cpu")
+    part, whole = torch.ones(2, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+    streams.compute.wait(all_gather_flat(whole, part, None, streams.all_gather, "unit"))
+    streams.compute.wait(reduce_scatter_flat(part, whole, None, streams.reduce_scatter, "unit"))
+    return [(c.op, c.owner, c.dtype, c.nbytes) for c in own_calls()[before:]]
+
+
 def on_a_rank() -> dict[str, Any]:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("r", "s"))["s"]
@@ -178,6 +188,7 @@ def on_a_rank() -> dict[str, Any]:
         "of the user": users_collectives(),
         "steps": [steps_logged_and_noted(mesh) for mesh in (None, grid)],
         "alone": steps_logged_and_noted(alone),
+        "flat": flat_collectives(),
     }
 
 
@@ -193,6 +204,8 @@ def test_after_a_step_the_notes_are_the_collectives_of_the_event_log_and_all_are
             assert found == logged and len(found) > 4
             assert states == {State.DONE}
         assert rank["alone"] == ([], [], set())  # one rank alone
+        flat = [(op, "unit", "float64", 64) for op in ("all_gather", "reduce_scatter")]
+        assert rank["flat"] == flat  # with the bytes of the whole
 
 
 def test_a_world_of_one_rank_has_nothing_to_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
