@@ -95,56 +95,46 @@ KIB = 1 << 10
 SIZES = st.integers(1, 4 * KIB) | st.integers(1, 40 * MIB) | st.sampled_from([MIB, 10 * MIB])
 STREAMS = ("compute", "all_gather", "reduce_scatter")
 # A step allocates bytes on a stream, or frees one of the live blocks.
-PROGRAMS = st.lists(
-    st.one_of(st.tuples(SIZES, st.sampled_from(STREAMS)), st.integers(0, 1 << 16)), max_size=60
-)
+PROGRAMS = st.lists(st.tuples(SIZES, st.sampled_from(STREAMS)) | st.integers(0, 1 << 16), max_size=60)
+Alive = list[tuple[Block, int, str]]
+Owners = dict[
+    int, tuple[str, bool]
+]  # page → its stream and whether its blocks are small, fixed by its first use
 
 
-class Machine:
-    """Run a program, and keep its own list of live blocks.
-
-    The first use of an address fixes its stream, and its kind: small or large blocks. No other stream or kind may use its segment.
-    """
-
-    def __init__(self) -> None:
-        self.pools, self.owners = Pools(), dict[int, tuple[str, bool]]()
-        self.alive: list[tuple[Block, int, str]] = []
-
-    def run(self, program: list[tuple[int, str] | int]) -> None:
-        for step in program:
-            if isinstance(step, tuple):
-                self.alive.append((self.pools.allocate(*step), *step))
-            elif self.alive:
-                self.pools.free(self.alive.pop(step % len(self.alive))[0])
-            self.check()
-
-    def check(self) -> None:
-        spans = sorted((block.at, block.at + block.nbytes) for block, _, _ in self.alive)
-        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
-        assert all(block.nbytes >= nbytes and not block.is_hole for block, nbytes, _ in self.alive)
-        assert self.pools.reserved >= sum(block.nbytes for block, _, _ in self.alive)
-        assert all(0 <= start and end <= self.pools.reserved for start, end in spans)
-        for block, nbytes, stream in self.alive:
-            for page in range(block.at // (2 * MIB), -(-(block.at + block.nbytes) // (2 * MIB))):
-                assert self.owners.setdefault(page, (stream, nbytes <= MIB)) == (stream, nbytes <= MIB)
+def assert_live_blocks_lie_apart(pools: Pools, alive: Alive, owners: Owners) -> None:
+    spans = sorted((block.at, block.at + block.nbytes) for block, _, _ in alive)
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(0 <= start and end <= pools.reserved for start, end in spans)
+    for block, nbytes, stream in alive:
+        assert block.nbytes >= nbytes and not block.is_hole
+        for page in range(block.at // (2 * MIB), -(-(block.at + block.nbytes) // (2 * MIB))):
+            assert owners.setdefault(page, (stream, nbytes <= MIB)) == (stream, nbytes <= MIB)
 
 
 @given(PROGRAMS, st.randoms(use_true_random=False))
 def test_live_blocks_lie_apart_in_segments_of_their_stream_which_are_whole_again_when_all_is_freed(
     program: list[tuple[int, str] | int], random: Random
 ) -> None:
-    machine, segments = Machine(), list[tuple[int, str]]()
+    pools, alive, owners = Pools(), Alive(), Owners()
+    segments = list[tuple[int, str]]()
     for step in program:
-        before = machine.pools.reserved
-        machine.run([step])
-        if isinstance(step, tuple) and machine.pools.reserved > before:
-            nbytes = machine.pools.reserved - before
-            segments += [(MIB, step[1])] * 2 if step[0] <= MIB else [(nbytes, step[1])]
-    random.shuffle(machine.alive)
-    reserved = machine.pools.reserved
-    machine.run([0] * len(machine.alive))
-    machine.run(segments)
-    assert machine.pools.reserved == reserved
+        before = pools.reserved
+        if isinstance(step, tuple):
+            alive.append((pools.allocate(*step), *step))
+        elif alive:
+            pools.free(alive.pop(step % len(alive))[0])
+        if pools.reserved > before:
+            nbytes, stream = step
+            segments += [(MIB, stream)] * 2 if nbytes <= MIB else [(pools.reserved - before, stream)]
+        assert_live_blocks_lie_apart(pools, alive, owners)
+    random.shuffle(alive)
+    for block, _, _ in alive:
+        pools.free(block)
+    reserved = pools.reserved
+    again = [(pools.allocate(*segment), *segment) for segment in segments]
+    assert_live_blocks_lie_apart(pools, again, owners)
+    assert pools.reserved == reserved
 
 
 def test_the_first_of_its_size_is_rounded_up_to_512_bytes_and_reserves_a_segment() -> None:
