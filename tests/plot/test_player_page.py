@@ -151,11 +151,14 @@ def test_every_pane_shows_its_colors(
 
 
 @pytest.mark.parametrize("size", [NARROW, (1000, 600)], ids=["phone", "low frame"])
-def test_the_buttons_stay_in_view_with_the_whole_text_of_the_event(
+def test_the_buttons_stay_in_view_with_the_whole_text_of_the_event_and_are_large_enough_for_fingers(
     size: tuple[int, int], tab: Tab, pages: dict[str, str]
 ) -> None:
     tab.look(*size)
     tab.open(pages["one"])
+    smallest = """Math.min(...[...document.querySelectorAll('button, select, summary')]
+        .map((e) => e.getBoundingClientRect()).map(({width, height}) => Math.min(width, height)))"""
+    assert tab.run(smallest) >= 40 or size != NARROW
     for place in ("0", "1e6"):
         tab.key("ArrowRight")
         tab.run(f"scrollTo(0, {place})")

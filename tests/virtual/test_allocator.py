@@ -30,8 +30,12 @@ def test_a_storage_counts_once_until_its_last_view_is_gone_and_the_peak_from_the
     assert allocator.allocated == 1000
     del other
     assert (allocator.allocated, allocator.peak) == (0, 1000)
+    kept = seen(allocator, 100)
     allocator.reset_peak()
-    assert (allocator.peak, allocator.peak_by_kind()) == (0, {})
+    assert (allocator.peak, allocator.peak_by_kind()) == (100, {ACTIVATION: 100})
+    more = seen(allocator, 50)
+    assert (allocator.peak, allocator.peak_by_kind()) == (150, {ACTIVATION: 150})
+    del kept, more
 
 
 def test_a_new_storage_at_the_address_of_an_old_one_is_another() -> None:
