@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import fcntl
 import gc
+import itertools
 import os
 import pickle
 import re
@@ -337,6 +338,26 @@ def test_under_torchrun_another_world_size_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UsageError, match="4; got world_size=2"):
         launch(os.getpid, 2)
+
+
+def test_ranks_that_torchrun_starts_again_do_not_read_addresses_of_ranks_that_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one machine, all ranks know how often they were started. Torchruns of several machines count for themselves."""
+    store = dist.HashStore()
+    monkeypatch.setattr(worker, "_stores", [(store, 0, 1)])
+
+    def meet(machines: int, restarts: int) -> Any:
+        monkeypatch.setattr(worker, "_meetings", itertools.count())
+        monkeypatch.setenv("GROUP_WORLD_SIZE", str(machines))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        ((below, *_),) = worker._meet_once_more("")
+        return below
+
+    meet(1, restarts=0).set("address of rank 0", "gone")
+    assert not meet(1, restarts=1).check(["address of rank 0"])
+    meet(2, restarts=3).set("address of rank 0", "there")
+    assert meet(2, restarts=4).check(["address of rank 0"])
 
 
 # --- Ranks that are not trusted ----------------------------------------------------------------------------

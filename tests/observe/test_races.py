@@ -21,7 +21,7 @@ from figures import events_of
 from hwfsdp import EventLog, launch, record
 from hwfsdp.observe.events import STREAMS, Event
 from hwfsdp.observe.races import Order, find_races
-from oracles import Case, Training, accumulate, ours
+from oracles import BF16_FP32, Case, Training, accumulate, ours
 
 # --- The oracle: all paths, one by one ---------------------------------------------------------------------
 
@@ -176,6 +176,8 @@ def gather_in_the_optimizer(training: Training) -> None:
 RUNS: dict[str, Case] = {
     "blocks": Case(models.graded),
     "root with parameters": Case(models.stem),
+    "bf16": Case(models.stem, options={"policy": BF16_FP32}),
+    "a module twice": Case(models.twice),
     "checkpointing": Case(functools.partial(models.checkpointed, False)),
     "accumulation": Case(models.stem, functools.partial(accumulate, pattern="nb")),
     "a step with a closure": Case(models.stem, step_with_a_closure),

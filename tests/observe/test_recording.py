@@ -439,6 +439,14 @@ def test_samples_count_whole_parameters_from_their_allocation_on_also_in_the_fir
                 alive[number] = event.bytes if event.op == "alloc" else 0
 
 
+def test_whole_gradients_and_the_buffer_of_their_reduction_are_alive_together() -> None:
+    for rank, log in enumerate(on_ranks(two_backwards)):
+        for copy in [e for e in log.select("copy_in") if e.stream == "compute"]:
+            sampled = [s for s in log.samples[rank] if s.us <= copy.start_us][-1].bytes_by_kind
+            assert sampled["reduce_scatter_buffer"] >= copy.bytes
+            assert sampled["unsharded_grad"] > 0
+
+
 def gradients_differ_if_recorded() -> bool:
     def gradients(recorded: bool) -> list[Tensor]:
         torch.manual_seed(0)

@@ -32,6 +32,13 @@ from hwfsdp.plot.scaling import plot_scaling
 from hwfsdp.plot.timeline import plot_comparison, plot_timeline
 
 
+def test_owners_in_a_row_of_bars_are_cut_alike() -> None:
+    narrow = event(0, "forward", "compute", 0.0, 30.0, owner="blocks.1")
+    wide = event(1, "forward", "compute", 30.0, 940.0, owner="blocks.2")
+    texts = {text.get_text() for text in plot_timeline(EventLog([narrow, wide])).axes[0].texts}
+    assert {"1", "2"} <= texts and not any("blocks" in text for text in texts)
+
+
 def bars(figure: Figure) -> dict[tuple[int, int], Rectangle]:
     """Return (rank, seq) → bar."""
     found = {}
