@@ -19,12 +19,12 @@ from hwfsdp.course.exercises import find_course
 from hwfsdp.course.facts import homeworks_shard
 
 sys.path.insert(0, str(Path(__file__).parent))
+from suites import fast_are  # noqa: E402
 from test_answers import COURSE, verdicts  # noqa: E402
 
 ROOT = COURSE.root
 SOURCE = (ROOT / "solutions/homework/hw_fsdp.py").read_text()
 STARTER = stages.starter(SOURCE)
-OTHER_HAND = (ROOT / "tests/course/answers/filled_skeleton.py").read_text()
 OVERLAP = ("forward_prefetch", "backward_prefetch", "reduce_overlap")
 TASKS = ("shard", "gather", "forward", "backward", "parity", "memory", "mixed", *OVERLAP)
 OLD_IMPORT = "from torch.distributed._composable.fsdp._fsdp_param import ParamModuleInfo"
@@ -111,26 +111,77 @@ def finish_reductions(ctx):
     for p, mine, _, work in pending:
         if work is not None:
             work.wait()
-        new = p.to_sharded_dtensor(mine.to(p.orig_dtype) / p.mesh.size())
-        p.sharded_param.grad = new if p.sharded_param.grad is None else p.sharded_param.grad + new
+        add_grad(p, mine / p.mesh.size())
+
+
+@torch.no_grad()
+def add_grad(p, mine):
+    new = p.to_sharded_dtensor(mine.view(p.sharded_size).to(p.orig_dtype))
+    p.sharded_param.grad = new if p.sharded_param.grad is None else p.sharded_param.grad + new
 """
+
+# The bodies with the streams of hwfsdp, in another way than the solution: each parameter travels alone.
+WITH_STREAMS = WITH_TORCH | {
+    "allocate, all-gather": """
+        stream, arriving = self.comm_ctx.all_gather_stream, []
+        if not self.comm_ctx.post_forward_order:
+            stream.wait(self.comm_ctx.compute_stream.record())
+        for p in self.fsdp_params:
+            with stream.run():
+                mine = p.sharded_param.to_local().to(p.param_dtype or p.orig_dtype, copy=True).view(-1)
+                whole = mine.new_empty(mine.numel() * p.mesh.size())
+            done = all_gather_flat(whole, mine, p.mesh.get_group(), stream, self._module_fqn)
+            arriving.append((whole, mine))
+        self._all_gather_result = arriving, done
+    """,
+    "wait, and fill": """
+        arriving, done = self._all_gather_result
+        self.comm_ctx.compute_stream.wait(done)
+        for p, (whole, _) in zip(self.fsdp_params, arriving):
+            alloc_storage(p.unsharded_param)
+            p.unsharded_param.data.copy_(whole.view(p._orig_size))
+        self.comm_ctx.all_gather_stream.wait(self.comm_ctx.compute_stream.record())
+    """,
+    "wait for the reduce-scatter": "self.comm_ctx.compute_stream.wait(self.comm_ctx.reduce_scatter_stream.record())",
+    "reduce-scatter each": """
+        compute, stream = module.comm_ctx.compute_stream, module.comm_ctx.reduce_scatter_stream
+        params = [p for p in module.fsdp_params if p.unsharded_param.grad is not None]
+        stream.wait(compute.record())
+        with stream.run():
+            copies = [p.unsharded_param.grad.to(p.reduce_dtype or p.unsharded_param.dtype, copy=True).view(-1) for p in params]
+        compute.wait(stream.record())
+        for p, whole in zip(params, copies):
+            p.unsharded_param.grad = None
+            with stream.run():
+                mine = whole.new_empty(whole.numel() // p.mesh.size())
+            reduce_scatter_flat(mine, whole, p.mesh.get_group(), stream, module._module_fqn)
+            with stream.run():
+                stream.then(partial(add_grad, p, mine))
+    """,
+}
+
+
+def filled(text: str, bodies: dict[str, str]) -> str:
+    """Return the starter with bodies in place of what is still to do."""
+    lines = []
+    for line in text.replace(
+        "# module._backward_prefetch()  # task 3", "module._backward_prefetch()"
+    ).splitlines():
+        body = [each for start, each in bodies.items() if f"): {start}" in line and "raise" in line]
+        indent = " " * (len(line) - len(line.lstrip()))
+        own = body[0].strip("\n ").replace("\n        ", f"\n{indent}") if body else ""
+        lines.append(f"{indent}{own}" if body else line)
+    return "\n".join(lines) + FINISH
 
 
 def with_torch(is_async: bool) -> str:
     """Return the starter, filled in with torch's own collectives and streams."""
     text = STARTER.replace("import torch\n", "import torch\nimport torch.distributed as dist\n", 1)
-    text = text.replace("# module._backward_prefetch()  # task 3", "module._backward_prefetch()")
     for name in ("all_gather", "reduce_scatter"):
         text = text.replace(f"streams.{name}\n", "self.device_handle.Stream(priority=-1)\n")
     text = text.replace("        streams = streams_for(device_type)\n", "        self.pending = []\n")
     text = text.replace("        self.compute_stream = streams.compute\n", "")
-    lines = []
-    for line in text.splitlines():
-        body = [each for start, each in WITH_TORCH.items() if f"): {start}" in line and "raise" in line]
-        indent = " " * (len(line) - len(line.lstrip()))
-        own = body[0].strip("\n ").replace("\n        ", f"\n{indent}") if body else ""
-        lines.append(f"{indent}{own}" if body else line)
-    return "\n".join(lines).replace("ASYNC", str(is_async)) + FINISH
+    return filled(text, WITH_TORCH).replace("ASYNC", str(is_async))
 
 
 def names_in(text: str) -> dict[str, Any]:
@@ -142,12 +193,6 @@ def names_in(text: str) -> dict[str, Any]:
         target = getattr(node, "target", None)
         found[getattr(node, "name", "") or getattr(target, "id", "")] = node
     return found
-
-
-def failed(text: str, *names: str) -> dict[str, str]:
-    """Return the misconceptions of the tests that fail, of all tests or of these."""
-    found = verdicts(text, "homework", names)
-    return {name: finding.misconception for name, finding in found.items()}
 
 
 def test_the_skeleton_has_all_names_and_its_todos_where_they_belong() -> None:
@@ -162,18 +207,15 @@ def test_the_skeleton_has_all_names_and_its_todos_where_they_belong() -> None:
     assert todo == TODO
 
 
-def test_the_starter_keeps_the_rules_and_is_what_the_solution_gives(tmp_path: Path) -> None:
-    assert (ROOT / "exercises/homework/hw_fsdp.py").read_text() == STARTER
-    for text in (STARTER, SOURCE, OTHER_HAND, with_torch(True)):
+def test_the_starter_keeps_the_rules_and_a_file_that_imports_what_it_must_supply_does_not() -> None:
+    for text in (SOURCE, *(text for text, _ in FILES.values())):
         assert rules.refused(text) is None
-
-
-@pytest.mark.parametrize(
-    "line", ["from hwfsdp.core.group import ParamGroup", "from torch.distributed.fsdp import fully_shard"]
-)
-def test_a_file_that_imports_what_it_must_supply_is_refused(line: str) -> None:
-    use = rules.refused(f"{SOURCE}\n{line}\n")
-    assert use is not None and use.kind == "not-alone"
+    for line in (
+        "from hwfsdp.core.group import ParamGroup",
+        "from torch.distributed.fsdp import fully_shard",
+    ):
+        use = rules.refused(f"{SOURCE}\n{line}\n")
+        assert use is not None and use.kind == "not-alone"
 
 
 def test_bonuses_add_no_points_to_the_most() -> None:
@@ -182,49 +224,36 @@ def test_bonuses_add_no_points_to_the_most() -> None:
     assert [check.name.partition(".")[2] for check in exercise.checks if not check.bonus] == list(TASKS)
 
 
-def test_nothing_of_the_starter_is_written() -> None:
-    assert failed(STARTER, "shard", "gather") == {"shard": "not-written", "gather": "not-written"}
-
-
 def test_a_file_for_an_older_torch_is_told_which_import_to_change() -> None:
-    found = verdicts(f"{OLD_IMPORT}\n{OTHER_HAND}", "homework", ("shard",))["shard"]
+    future = "from __future__ import annotations\n"
+    old = SOURCE.replace(future, f"{future}{OLD_IMPORT}\n", 1)
+    found = verdicts(old, "homework", ("shard",))["shard"]
     assert found.misconception == "old-import"
     assert "_composable.fsdp._fsdp_param" in found.message and "fsdp._fully_shard" in found.message
 
 
-@pytest.mark.long
-def test_the_solution_passes_all_tests() -> None:
-    assert failed(SOURCE) == {}
+NO_OVERLAP = {
+    "forward_prefetch": "no-overlap",
+    "backward_prefetch": "not-prefetched",
+    "reduce_overlap": "no-overlap",
+}
+FILES: dict[str, tuple[str, dict[str, str]]] = {  # and the misconceptions of the tests that fail
+    "nothing": (STARTER, {"shard": "not-written", "gather": "not-written"}),
+    "task 1": (stages.stage(SOURCE, "h1"), NO_OVERLAP),
+    "task 2": (stages.stage(SOURCE, "h2"), {name: NO_OVERLAP[name] for name in OVERLAP[1:]}),
+    "task 3": (stages.stage(SOURCE, "h3"), {}),
+    "blocking collectives of torch": (with_torch(is_async=False), NO_OVERLAP),
+    # a gather waits for the current stream, which computes, so it never overtakes compute in a forward
+    "asynchronous collectives of torch": (with_torch(is_async=True), {"forward_prefetch": "no-overlap"}),
+    "streams of hwfsdp, parameter by parameter": (filled(STARTER, WITH_STREAMS), {}),
+}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("task", "wrong"),
-    [
-        ("h1", dict(zip(OVERLAP, ("no-overlap", "not-prefetched", "no-overlap"), strict=True))),
-        ("h2", {"backward_prefetch": "not-prefetched", "reduce_overlap": "no-overlap"}),
-        ("h3", {}),
-    ],
-)
-def test_each_task_earns_its_points(task: str, wrong: dict[str, str]) -> None:
-    assert failed(stages.stage(SOURCE, task), *TASKS) == wrong
-
-
-@pytest.mark.long
-def test_the_skeleton_filled_in_by_another_hand_passes_the_tasks() -> None:
-    assert failed(OTHER_HAND, *TASKS, "bonus_forward") == {}
-
-
-@pytest.mark.long
-def test_blocking_collectives_of_torch_do_not_overlap_and_do_not_race() -> None:
-    wrong = dict(zip(OVERLAP, ("no-overlap", "not-prefetched", "no-overlap"), strict=True))
-    assert failed(with_torch(is_async=False), *TASKS) == wrong
-
-
-@pytest.mark.long
-def test_asynchronous_collectives_of_torch_overlap_only_what_follows_them() -> None:
-    """A gather waits for the current stream, which computes. So it never overtakes compute in a forward."""
-    assert failed(with_torch(is_async=True), *TASKS) == {"forward_prefetch": "no-overlap"}
+@pytest.mark.parametrize("name", fast_are(["nothing"], FILES))
+def test_each_file_earns_the_points_of_the_tasks_that_it_solves(name: str) -> None:
+    text, wrong = FILES[name]
+    found = verdicts(text, "homework", ("shard", "gather") if name == "nothing" else TASKS)
+    assert {test: finding.misconception for test, finding in found.items()} == wrong
 
 
 @pytest.mark.long

@@ -16,9 +16,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hwfsdp.course.stages import END, stage
+from mutants import extract
+
 RIGHT = "right"
-_FUTURE = "from __future__ import annotations\n"
-_SHARED = re.compile("from answers.beginning import .*\n")
+SOLUTION = Path(__file__).parents[3] / "solutions" / "my_fsdp.py"
+SHARED = "padded_rows rows_of ring_all_gather ring_reduce_scatter pass_on replicate traffic tree_map tree_leaves"
 
 
 class Edit(NamedTuple):
@@ -57,10 +60,10 @@ class Answer(NamedTuple):
 
 
 def of_another_make(path: Path) -> str:
-    """Return a file in `right/` as a learner would write it, with everything in it that it imports from `beginning.py`."""
-    about, _, own = path.read_text().partition(_FUTURE)
-    beginning = Path(__file__).with_name("beginning.py").read_text().partition(_FUTURE)[2]
-    return f"{about}{_FUTURE}{beginning}{_SHARED.sub('', own)}"
+    """Return a file in `right/` as a learner would write it: with the solution's functions in place of their import."""
+    solution = stage(SOLUTION.read_text(), END)
+    shared = "\n\n".join(extract(solution, name) for name in SHARED.split())
+    return re.sub("from my_fsdp import .*\n", "", path.read_text()) + f"\n\n{shared}"
 
 
 def read(name: str) -> list[Answer]:

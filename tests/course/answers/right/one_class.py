@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from answers.beginning import padded_rows, rows_of, tree_leaves, tree_map
+from my_fsdp import padded_rows, rows_of, tree_leaves, tree_map
 from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.streams import StreamEvent, after_backward, streams_for
 

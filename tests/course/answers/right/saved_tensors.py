@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from answers.beginning import padded_rows, rows_of, tree_leaves, tree_map
+from my_fsdp import padded_rows, rows_of, tree_leaves, tree_map
 from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.streams import StreamEvent, after_backward, streams_for
 
@@ -377,11 +377,9 @@ class Unit:
         with torch.no_grad(), streams.all_gather.run():
             rows = self.weights[0].rows
             buffer = rows.new_empty(self.world_size, self.chunks, dtype=self.policy.param_dtype or rows.dtype)
-            part = buffer[self.rank]
-            for weight, piece in zip(
-                self.weights, part.split([weight.chunk for weight in self.weights]), strict=True
-            ):
-                piece[: weight.rows.numel()].copy_(weight.rows.view(-1))
+            part, rows = buffer[self.rank], [weight.rows.view(-1) for weight in self.weights]
+            pieces = part.split([weight.chunk for weight in self.weights])
+            torch._foreach_copy_([piece[: len(own)] for piece, own in zip(pieces, rows, strict=True)], rows)
         self.arriving = buffer, all_gather_flat(buffer.view(-1), part, None, streams.all_gather, self.name)
 
     def finish_gather(self) -> None:
@@ -390,13 +388,12 @@ class Unit:
         buffer, arrived = self.arriving
         streams.compute.wait(arrived)
         with torch.no_grad():
-            self.wholes = []
-            for weight, pieces in zip(
-                self.weights, buffer.split([w.chunk for w in self.weights], dim=1), strict=True
-            ):
-                whole = pieces.new_empty(self.world_size * weight.chunk)
-                whole.view(self.world_size, weight.chunk).copy_(pieces)
-                self.wholes.append(whole[: weight.numel].view(weight.shape))
+            padded = [buffer.new_empty(self.world_size, weight.chunk) for weight in self.weights]
+            torch.split_with_sizes_copy(buffer, [weight.chunk for weight in self.weights], dim=1, out=padded)
+            self.wholes = [
+                whole.view(-1)[: weight.numel].view(weight.shape)
+                for whole, weight in zip(padded, self.weights, strict=True)
+            ]
         # The buffer's memory goes back to the gather stream, which must not write to it while compute still reads.
         streams.all_gather.wait(streams.compute.record())
         self.arriving = None

@@ -27,9 +27,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from answers.beginning import padded_rows, rows_of, tree_leaves, tree_map
-from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
+from my_fsdp import padded_rows, rows_of, tree_leaves, tree_map
+from hwfsdp.collectives import all_gather_flat
 from hwfsdp.streams import StreamEvent, after_backward, streams_for
+
+try:  # by name, before anything is recorded
+    from torch.distributed import reduce_scatter_single
+except ImportError:  # its name before torch 2.13
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
 Places = list[tuple[nn.Module, str]]  # modules, and names in them
 
@@ -219,14 +224,16 @@ class ParamGroup:
                 grads = params[0].rows.new_empty(self.world_size, sum(sizes), dtype=dtype)
                 for param, pieces in zip(params, grads.split(sizes, 1), strict=True):
                     param.write_grad(pieces)
+                grads.div_(self.world_size)  # before they are summed: a sum stays in the range of its terms
                 streams.reduce_scatter.wait(streams.compute.record())
                 with streams.reduce_scatter.run():
                     part = grads.new_empty(sum(sizes))
-                    reduce_scatter_flat(part, grads.flatten(), None, streams.reduce_scatter, self.name)
-                    streams.reduce_scatter.then(partial(self.add_grads, params, part.split(sizes)))
+                    work = reduce_scatter_single(part, grads.flatten(), async_op=True)
+                    streams.reduce_scatter.then(partial(self.add_grads, work, params, part.split(sizes)))
                 self.context.reduced.append((streams.reduce_scatter.record(), grads))
 
-    def add_grads(self, params: list[FSDPParam], parts: Sequence[Tensor]) -> None:
+    def add_grads(self, work: Any, params: list[FSDPParam], parts: Sequence[Tensor]) -> None:
+        work.wait()
         with torch.no_grad():
             for param, part in zip(params, parts, strict=True):
                 param.add_grad(part)
