@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -85,21 +84,11 @@ def test_doctor_names_a_torch_that_does_not_import_and_checks_the_rest(tmp_path:
     assert looks["loopback"]["status"] == "ok" and "2 ranks" not in looks
 
 
-OLD, NEW = (f"__version__ = '{release}'; cuda = None" for release in ("2.4.0", "2.99.0"))
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (OLD, "broken: .*2.11 to 2.15 → .*2.13.0"),
-        (NEW, "note: .*2.11 to 2.15 → .*2.13.0"),
-    ],
-)
-def test_doctor_names_a_torch_of_another_release_with_its_remedy(
-    text: str, told: str, tmp_path: Path
-) -> None:
-    found = looked("look_at_torch()", PYTHONPATH=in_the_way(tmp_path, "torch/version.py", text))
-    assert re.search(told, f"{found['status']}: {found['says']} → {found['remedy']}")
+def test_doctor_names_a_torch_of_another_release_with_its_remedy(tmp_path: Path) -> None:
+    for release, told in [("2.4.0", "broken"), ("2.99.0", "note")]:
+        text = f"__version__ = '{release}'; cuda = None"
+        found = looked("look_at_torch()", PYTHONPATH=in_the_way(tmp_path / release, "torch/version.py", text))
+        assert found["status"] == told and "2.11 to 2.15" in found["says"] and "2.13.0" in found["remedy"]
 
 
 def test_doctor_names_an_optional_package_that_is_not_installed() -> None:
@@ -110,17 +99,15 @@ def test_doctor_names_an_optional_package_that_is_not_installed() -> None:
 
 def test_doctor_reports_a_folder_that_cannot_be_written() -> None:
     found = looked("look_at_temporary_files()", TMPDIR="/dev/null/none")
-    assert (
-        found["status"] == "broken" and "cannot be written" in found["says"] and "TMPDIR" in found["remedy"]
-    )
+    assert (found["status"], "cannot be written" in found["says"]) == ("broken", True)
+    assert "TMPDIR" in found["remedy"]
 
 
-def test_doctor_reports_ranks_that_do_not_answer_in_time() -> None:
+def test_doctor_reports_ranks_that_do_not_answer_in_time_or_cannot_communicate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = look_at_ranks(2, seconds=0.01)
     assert found.status == "broken" and "0.01 s" in found.remedy
-
-
-def test_doctor_reports_ranks_that_cannot_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     found = look_at_ranks(2)
     assert found.status == "broken" and "nowhere0" in found.says and "GLOO_SOCKET_IFNAME" in found.remedy

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import textwrap
-from collections.abc import Iterator
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from commands import assert_refused, said_by
+from commands import Run, assert_refused
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from hwfsdp import cli, explain, fully_shard, launch
+from hwfsdp import explain, fully_shard, launch
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.layout.explain import explain_on_paper
 from hwfsdp.layout.shard_on_meta import find_blocks
@@ -27,44 +22,6 @@ from hwfsdp.train.models import zoo
 from hwfsdp.train.models.gpt import GPTConfig
 
 SMALL = GPTConfig(dim=12, layers=3, heads=2, seq_len=7, vocab=10)
-
-MINE = """
-    import torch
-    from torch import nn
-
-    class Layer(nn.Module):
-        def __init__(self, width=8):
-            super().__init__()
-            self.inner = nn.Linear(width, 3 * width)
-            self.outer = nn.Linear(3 * width, width)
-
-    def build():
-        print("while building")
-        return nn.Sequential(*(Layer() for _ in range(4)))
-
-    def odd():
-        return nn.ModuleDict({"layers": nn.ModuleList([Layer(), Layer(4)])})
-
-    def wrong():
-        return [1]
-
-    def fails():
-        raise KeyError("no weights")
-
-
-"""
-
-
-@pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Write a user's module into the current directory."""
-    (tmp_path / "mine_to_explain.py").write_text(textwrap.dedent(MINE))
-    (tmp_path / "broken_to_explain.py").write_text("import nothing_of_the_kind\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield "mine_to_explain"
-    for name in ("mine_to_explain", "broken_to_explain"):
-        sys.modules.pop(name, None)
 
 
 def on_ranks() -> tuple[list[Any], Totals, str]:
@@ -100,14 +57,12 @@ def test_the_totals_equal_nested_chunks() -> None:
     assert sum(held) == 4 * elements
 
 
-def test_a_model_of_eight_billion_parameters_takes_no_memory_and_is_exact() -> None:
+def test_a_model_of_eight_billion_parameters_takes_no_memory_is_exact_and_folds() -> None:
     found = explain_on_paper(find_builder("llama3-8b"), 512, 511)
     totals = found.explanation.totals
     assert totals.elements == 8_030_261_248  # as published with the model
     assert (totals.parameters, len(found.wrapped)) == (291, 32)
     assert 0 < totals.rank_bytes <= totals.bytes // 512
-    blocks = fold(found.explanation.rows)
-    assert [len(block.groups) for block in blocks] == [1, 32]
     assert "blocks.0 … blocks.31: 32 alike" in found.explanation.folded_text()
 
 
@@ -179,58 +134,48 @@ def test_blocks_are_the_members_of_the_outermost_lists_of_equal_modules_with_mod
 
 
 def test_classes_that_are_named_are_groups_of_their_own() -> None:
-    for classes, groups in [
-        (["Outermost"], {"Outer", "single.0"}),
-        (["Inner", "Outermost"], {"Outer", "towers.left", "towers.right", "mixed.0", "single.0"}),
-    ]:
-        found = explain_on_paper(Outer, 2, 0, classes)
-        assert {r.group for r in found.explanation.rows} == groups
+    found = explain_on_paper(Outer, 2, 0, ["Inner", "Outermost"])
+    groups = {"Outer", "towers.left", "towers.right", "mixed.0", "single.0"}
+    assert {r.group for r in found.explanation.rows} == groups
 
 
 # --- The verb ----------------------------------------------------------------------------------------------
 
-
-def run(*arguments: str) -> int:
-    return cli.main(["explain", *arguments])
-
-
-def test_the_verb_prints_the_table_of_a_function_of_the_users(
-    mine: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(f"{mine}:build", "--ranks", "4") == 0
-    out, err = capsys.readouterr()
-    assert out.splitlines()[0] == f"{mine}:build over 4 ranks, as rank 0 has it; 4 groups and the root"
-    assert "0 … 3: 4 alike" in out
-    assert err == "while building\n"
-    run(f"{mine}:build", "--all")
-    assert sum("inner.weight" in line for line in capsys.readouterr().out.splitlines()) == 4
+VERB = "explain"  # the command that the fixture `run` runs
+BUILD = "mine_to_read:build"
+pytestmark = pytest.mark.usefixtures("mine")
 
 
-def test_json_has_every_row_of_the_rank_and_nothing_else_on_standard_output(
-    mine: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(f"{mine}:build", "--ranks", "5", "--rank", "4", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["model"], found["ranks"], found["rank"]) == (f"{mine}:build", 5, 4)
+def test_the_verb_prints_the_table_of_a_function_of_the_users(run: Run) -> None:
+    said = run(BUILD, "--ranks", "4")
+    assert said.out.splitlines()[0] == f"{BUILD} over 4 ranks, as rank 0 has it; 4 groups and the root"
+    assert "0 … 3: 4 alike" in said.out
+    assert (said.status, said.err) == (0, "while building\n")
+    assert sum("inner.weight" in line for line in run(BUILD, "--all").out.splitlines()) == 4
+
+
+def test_json_has_every_row_of_the_rank_and_nothing_else_on_standard_output(run: Run) -> None:
+    found = run(BUILD, "--ranks", "5", "--rank", "4", "--json").found
+    assert (found["model"], found["ranks"], found["rank"]) == (BUILD, 5, 4)
     assert found["wrapped"] == ["0", "1", "2", "3"]
     assert len(found["rows"]) == found["totals"]["parameters"] == 16
-    weight = found["rows"][0]
-    assert {"dtype": "float32", "placement": str(Shard(0))}.items() <= weight.items()
-    assert (weight["fqn"], weight["group"], weight["shape"]) == ("0.inner.weight", "0", [24, 8])
-    assert (weight["rows"], weight["padding"]) == ([20, 24], 8)
+    weight = {"fqn": "0.inner.weight", "group": "0", "shape": [24, 8], "dtype": "float32"}
+    weight |= {"placement": str(Shard(0)), "rows": [20, 24], "padding": 8}
+    assert weight.items() <= found["rows"][0].items()
 
 
-def test_arguments_that_cannot_be_used_are_refused_in_one_line(
-    mine: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arguments, words in [
-        (["llama3-8"], ["got 'llama3-8'", "Did you mean: llama3-8b"]),
-        (["mine_to_explain:nope"], ["no 'nope' there", "build"]),
-        (["mine_to_explain:wrong"], ["an nn.Module", "type list"]),
-        (["mine_to_explain:fails"], ["KeyError: 'no weights'", "mine_to_explain.py:", ", in fails"]),
-        (["mine_to_explain:odd"], ["forward"]),
-        (["broken_to_explain:f"], ["nothing_of_the_kind", "broken_to_explain.py:1"]),
-        (["gpt-tiny", "--rank", "8"], ["0 to 7", "got 8"]),
-        (["gpt-tiny", "--wrap", "Blok"], ["'Blok'", "Block"]),
-    ]:
-        assert_refused(said_by(capsys, "explain", *arguments), *words)
+REFUSED = {
+    "llama3-8": ["got 'llama3-8'", "Did you mean: llama3-8b"],
+    "mine_to_read:nope": ["no 'nope' there", "build"],
+    "mine_to_read:wrong": ["an nn.Module", "type list"],
+    "mine_to_read:fails": ["KeyError: 'no weights'", "mine_to_read.py:", ", in fails"],
+    "mine_to_read:odd": ["forward"],
+    "broken_to_read:f": ["nothing_of_the_kind", "broken_to_read.py:1"],
+    "gpt-tiny --rank 8": ["0 to 7", "got 8"],
+    "gpt-tiny --wrap Blok": ["'Blok'", "Block"],
+}
+
+
+def test_arguments_that_cannot_be_used_are_refused_in_one_line(run: Run) -> None:
+    for arguments, words in REFUSED.items():
+        assert_refused(run(*arguments.split()), *words)

@@ -41,12 +41,9 @@ VERB = "trace"  # the command that the fixture `run` runs
 # --- Which steps -------------------------------------------------------------------------------------------
 
 
-def test_steps_are_a_number_after_the_warm_up_or_a_range() -> None:
+def test_steps_are_a_number_after_the_warm_up_or_a_range_and_others_are_refused_in_one_line() -> None:
     for text, steps in [("1", (2, 2)), ("5", (2, 6)), ("0..0", (0, 0)), ("3..7", (3, 7)), ("4..", (4, None))]:
         assert read_steps(text) == steps
-
-
-def test_impossible_steps_are_refused_in_one_line() -> None:
     for text in ["0", "x", "3..2", "..4", "1.5", "", "²", "1...3"]:
         with pytest.raises(UsageError) as refusal:
             read_steps(text)
@@ -70,9 +67,7 @@ def test_the_steps_that_are_wanted_are_recorded() -> None:
     for wanted, recorded, optimizers, evaluate in [
         (Steps(0, 0), 1, 2, True),
         (Steps(0, None), 5, 1, True),
-        (Steps(2, 3), 2, 1, False),
         (Steps(4, 9), 1, 2, False),
-        (Steps(1, None), 4, 2, True),
         (Steps(5, 6), 0, 1, False),
     ]:
         with Capture(wanted).running() as capture:
@@ -171,15 +166,13 @@ def test_an_error_of_a_script_is_one_line_with_its_rank_and_place_and_leaves_no_
     assert not out.exists()
 
 
-@pytest.mark.parametrize("problem", ["missing", "folder", "too few steps"])
-def test_a_target_that_cannot_be_traced_is_refused_in_one_line(problem: str, tmp_path: Path) -> None:
-    path = {"missing": tmp_path / "x.py", "folder": tmp_path}.get(problem) or script(tmp_path, "train(2)")
-    with pytest.raises(UsageError) as refusal:
-        traced(path, steps=Steps(7, 8), ranks=1)
-    assert "\n" not in str(refusal.value)
-
-
-def test_a_run_inside_torchrun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_cannot_be_traced_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in (tmp_path / "x.py", tmp_path, script(tmp_path, "train(2)")):
+        with pytest.raises(UsageError) as refusal:
+            traced(path, steps=Steps(7, 8), ranks=1)
+        assert "\n" not in str(refusal.value)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(UsageError, match="torchrun"):
         traced(script(tmp_path, "train()"))
@@ -234,9 +227,10 @@ def logs() -> dict[str, EventLog]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_real_run_moves_the_bytes_of_the_closed_form_and_its_strategy_is_found(
-    name: str, logs: dict[str, EventLog]
+    name: str, logs: dict[str, EventLog], tmp_path: Path
 ) -> None:
-    found = examine(logs[name])
+    logs[name].save(tmp_path / "log.json")
+    found = examine(EventLog.load(tmp_path / "log.json"))
     assert found.as_expected, (found.measured, found.expected)
     assert found.same_every_step and found.ranks_agree
     assert [each.strategy for each in found.strategies if each.matches] == MODELS[name][1]
@@ -248,28 +242,21 @@ def test_accumulation_of_hybrid_sharding_reduces_once_and_is_still_known(logs: d
     events = [e for e in hybrid.events for _ in range(3 if e.op == "all_gather" else 1)]
     found = examine(EventLog(events, hybrid.samples, hybrid.about))
     assert found.multiple == Multiple(["HSDP"], {"all_gather": 3, "all_reduce": 1, "reduce_scatter": 1})
-    assert found.as_expected is False and found.same_every_step and "3 ×" in describe(found, "x")
+    assert found.as_expected is False and found.same_every_step
     assert "It moves the same bytes as HSDP, all_gather 3 times: " in describe(found, "x")
     assert examine(hybrid).multiple is None
     uneven = [e for e in events if e.op != "all_gather" or e.seq % 2]
     assert examine(EventLog(uneven, hybrid.samples, hybrid.about)).multiple is None
 
 
-def test_a_log_keeps_its_description_of_the_run_in_its_file(
-    logs: dict[str, EventLog], tmp_path: Path
-) -> None:
-    for name, log in logs.items():
-        log.save(tmp_path / f"{name}.json")
-        read = EventLog.load(tmp_path / f"{name}.json")
-        assert read == log
-        assert read_about(read.about) == read_about(log.about) is not None
-    about = read_about(logs["hybrid"].about)
-    assert about is not None
-    assert (about.world_size, about.device, about.torch) == (4, "cpu", torch.__version__)
-    assert {(group.shards, group.replicas) for group in about.groups} == {(2, 2)}
-    assert {group.gathered_again_from for group in read_about(logs["smaller"].about).groups} == {2}  # type: ignore[union-attr]
-    frozen_params = [p.trained for group in read_about(logs["frozen"].about).groups for p in group.params]  # type: ignore[union-attr]
-    assert set(frozen_params) == {True, False}
+def test_a_log_describes_its_run(logs: dict[str, EventLog]) -> None:
+    about = {name: read_about(log.about) for name, log in logs.items()}
+    hybrid, smaller, frozen = (about[name] for name in ("hybrid", "smaller", "frozen"))
+    assert hybrid is not None and smaller is not None and frozen is not None
+    assert (hybrid.world_size, hybrid.device, hybrid.torch) == (4, "cpu", torch.__version__)
+    assert {(group.shards, group.replicas) for group in hybrid.groups} == {(2, 2)}
+    assert {group.gathered_again_from for group in smaller.groups} == {2}
+    assert {p.trained for group in frozen.groups for p in group.params} == {True, False}
 
 
 # --- Statements about logs made by hand ----------------------------------------------------------------------
@@ -320,41 +307,34 @@ def test_a_rank_and_a_step_that_did_less_are_noticed(logs: dict[str, EventLog]) 
     found = examine(log)
     assert found.ranks_agree and not found.same_every_step and found.as_expected is False
     assert not any(each.matches for each in found.strategies)
-    text = describe(found, "x")
-    assert "Steps differ" in text and "No strategy moves these bytes" in text
+    assert "Steps differ" in describe(found, "x") and "No strategy moves these bytes" in describe(found, "x")
 
 
 # --- Two logs ------------------------------------------------------------------------------------------------
 
 
-def test_a_log_has_the_same_traffic_as_a_slower_one_and_as_one_with_more_steps() -> None:
+CHANGES: list[tuple[Callable[[Event], Event | None], list[str], int]] = [  # ops that differ, first event
+    (partial(drop, "reduce_scatter", 1, 1), ["reduce_scatter"], 7),
+    (lambda e: replace(e, bytes=8 + e.bytes) if e.op == "all_gather" else e, ["all_gather"], 0),
+    (
+        lambda e: replace(e, op="broadcast") if (e.op, e.step) == ("all_reduce", 0) else e,
+        ["all_reduce", "broadcast"],
+        3,
+    ),
+    (lambda e: replace(e, owner="b") if (e.op, e.rank) == ("forward", 1) else e, [], 1),
+]
+
+
+def test_a_comparison_finds_the_first_place_where_two_logs_differ_if_there_is_one() -> None:
     log = by_hand()
     slower = changed(log, lambda e: None if e.op == "wait" else replace(e, dur_us=2 * e.dur_us))
     for other in (log, slower, by_hand(steps=5)):
         found = compare(log, other)
         assert found.same_traffic and found.parting is None
     assert compare(log, slower).ops["optimizer"][1].us == 2 * compare(log, slower).ops["optimizer"][0].us
-
-
-CHANGES: dict[str, tuple[Callable[[Event], Event | None], list[str], int]] = {  # ops that differ, first event
-    "one less": (partial(drop, "reduce_scatter", 1, 1), ["reduce_scatter"], 7),
-    "more bytes": (lambda e: replace(e, bytes=8 + e.bytes) if e.op == "all_gather" else e, ["all_gather"], 0),
-    "another one": (
-        lambda e: replace(e, op="broadcast") if (e.op, e.step) == ("all_reduce", 0) else e,
-        ["all_reduce", "broadcast"],
-        3,
-    ),
-    "another owner": (lambda e: replace(e, owner="b") if (e.op, e.rank) == ("forward", 1) else e, [], 1),
-}
-
-
-def test_a_comparison_finds_the_first_place_where_two_logs_differ() -> None:
-    for name in CHANGES:
-        change, differing, number = CHANGES[name]
-        a = by_hand()
-        found = compare(a, changed(a, change))
-        assert found.differing_ops == differing
-        assert found.same_traffic is not bool(differing)
+    for change, differing, number in CHANGES:
+        found = compare(log, changed(log, change))
+        assert found.differing_ops == differing and found.same_traffic is not bool(differing)
         assert found.parting is not None and found.parting.number == number
         assert found.parting.a != found.parting.b
 
@@ -395,24 +375,22 @@ def test_show_says_the_same_in_words_and_in_json(run: Run, file: Path, logs: dic
     assert found["summary"] == json.loads(json.dumps(logs["plain"].summary()))
 
 
-@pytest.mark.parametrize("other", ["plain", "kept"])
 def test_diff_gives_its_verdict_as_status_in_words_and_in_json(
-    other: str, run: Run, file: Path, logs: dict[str, EventLog]
+    run: Run, file: Path, logs: dict[str, EventLog]
 ) -> None:
-    second, same = file.with_name("second.json"), other == "plain"
-    logs[other].save(second)
-    words, said = run("diff", file, second), run("diff", file, second, "--json")
-    assert words.status == said.status == int(not same)
-    assert ("Both did the same" in words.out) is same
-    assert said.found["same_traffic"] is said.found["same_order"] is same
-    parting = said.found["orders_part"]
-    assert parting is None if same else {"op", "owner", "step"} <= parting["a"].keys()
+    second = file.with_name("second.json")
+    for other, same in (("plain", True), ("kept", False)):
+        logs[other].save(second)
+        words, said = run("diff", file, second), run("diff", file, second, "--json")
+        assert words.status == said.status == int(not same)
+        assert ("Both did the same" in words.out) is same
+        assert said.found["same_traffic"] is said.found["same_order"] is same
+        assert (said.found["orders_part"] is None) is same
 
 
 def test_a_csv_table_has_every_event_once_with_all_its_fields(file: Path, logs: dict[str, EventLog]) -> None:
     assert main(["trace", "export", str(file), "--to", "csv"]) == 0
-    with (file.parent / "plain.csv").open(newline="") as table:
-        rows = list(csv.DictReader(table))
+    rows = list(csv.DictReader((file.parent / "plain.csv").read_text().splitlines()))
     for row, event in zip(rows, logs["plain"].events, strict=True):
         read = {name: row[name] for name in ("op", "stream", "owner", "phase", "dtype", "code")}
         numbers = ("rank", "seq", "step", "bytes", "start_us", "dur_us")
@@ -421,31 +399,21 @@ def test_a_csv_table_has_every_event_once_with_all_its_fields(file: Path, logs: 
         assert Event(**read) == event
 
 
-def test_a_table_and_a_file_for_the_viewer_have_the_rank_and_the_step_that_were_asked_for(
-    run: Run, file: Path
-) -> None:
-    for to, name in (("csv", "part.csv"), ("perfetto", "part.json")):
+def test_an_export_has_the_rank_and_the_step_that_were_asked_for(run: Run, file: Path) -> None:
+    for to, name in (("csv", "part.csv"), ("perfetto", "part.json"), ("png", "part.png")):
         said = run("export", file, "--to", to, "--rank", "2", "--step", "1", "--out", file.with_name(name))
         assert said.status == 0
-    with file.with_name("part.csv").open(newline="") as table:
-        rows = list(csv.DictReader(table))
+    rows = list(csv.DictReader(file.with_name("part.csv").read_text().splitlines()))
     events = EventLog.load(file.with_name("part.json")).events
     assert {(row["rank"], row["step"]) for row in rows} == {("2", "1")}
     assert {(event.rank, event.step) for event in events} == {(2, 1)}
     assert len(rows) == len(events) == len(EventLog.load(file).of_rank(2).select(step=1))
+    assert file.with_name("part.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_export_writes_an_svg_beside_the_trace_or_a_png_to_the_given_path(run: Run, file: Path) -> None:
+def test_a_picture_lies_beside_the_trace_by_default(run: Run, file: Path) -> None:
     target = Path(run("export", file, "--picture", "memory", "--to", "svg", "--json").found["file"])
     assert target == file.with_name("plain.memory.svg") and "<svg" in target.read_text()
-    target = file.with_name("x.png")
-    assert run("export", file, "--to", "png", "--step", "1", "--out", target).status == 0
-    assert target.read_bytes().startswith(b"\x89PNG")
-
-
-def of_another_format(path: Path) -> None:
-    by_hand().save(path)
-    path.write_text(path.read_text().replace('"format":1', '"format":7'))
 
 
 def test_a_file_that_is_no_trace_of_ours_is_refused(run: Run, tmp_path: Path) -> None:
@@ -453,14 +421,15 @@ def test_a_file_that_is_no_trace_of_ours_is_refused(run: Run, tmp_path: Path) ->
     for words in ([], ["reads format 1"]):
         for given in (["show", path], ["diff", path, path], ["export", path, "--to", "csv"]):
             assert_refused(run(*given), str(path), *words)
-        of_another_format(path)
+        by_hand().save(path)
+        path.write_text(path.read_text().replace('"format":1', '"format":7'))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a file that is always full")
-@pytest.mark.parametrize("to", ["csv", "perfetto"])
-def test_a_full_disk_is_one_line(to: str, run: Run, file: Path) -> None:
-    said = run("export", str(file), "--to", to, "--out", "/dev/full")
-    assert_refused(said, "cannot write all output: No space left on device")
+def test_a_full_disk_is_one_line(run: Run, file: Path) -> None:
+    for to in ("csv", "perfetto"):
+        said = run("export", str(file), "--to", to, "--out", "/dev/full")
+        assert_refused(said, "cannot write all output: No space left on device")
 
 
 def test_arguments_that_cannot_be_used_are_refused(run: Run, file: Path) -> None:
@@ -481,10 +450,8 @@ def test_gpus_that_are_not_there_are_refused_before_any_rank_starts(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(traced_run, "launch", lambda *args, **kwargs: pytest.fail("ranks were started"))
-    out = tmp_path / "t.json"
-    said = run("run", script(tmp_path, "train()"), "--device", "cuda", "--out", out)
+    said = run("run", script(tmp_path, "train()"), "--device", "cuda", "--out", tmp_path / "t.json")
     assert_refused(said, "--device cuda", "a GPU for each of 2 ranks")
-    assert not out.exists()
 
 
 def test_a_trace_file_appears_only_when_its_script_has_ended(
@@ -507,12 +474,8 @@ def test_a_report_without_recorded_collectives_does_not_claim_that_there_are_no_
     found = examine(EventLog(unseen, {}, {"world_size": 2, "torch": "2.13", "device": "cpu", "groups": []}))
     said = describe(found, "t.json")
     assert found.groups_unseen and found.races is None
-    assert (
-        "Collectives that C++ calls, as DistributedDataParallel does, are not seen: there may be more."
-        in said
-    )
-    assert "  none\n" in said and "Whether there are races is not known: no collective was seen." in said
-    assert "No races" not in said and "0%" not in said and "begins a collective" not in said
+    assert "Collectives that C++ calls" in said and "no collective was seen" in said
+    assert "No races" not in said and "0%" not in said
 
 
 def test_names_from_a_file_are_shown_printable() -> None:
