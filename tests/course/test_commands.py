@@ -42,22 +42,16 @@ ELECTIVE = """def save():
 PAGE = """# A page
 
 <details><summary>Hint 1: a question</summary>
-
 What
 is it?
-
 </details>
 <details><summary>Hint 2: steps</summary>
-
 1. One
    step.
 2. Another.
-
 </details>
 <details><summary>Answers</summary>
-
 42
-
 </details>
 """
 MARKERS = '''import pytest
@@ -123,16 +117,9 @@ def write(course: Course, text: str = "x = 1\n") -> None:
 
 def test_an_exercise_is_read_from_its_markers_without_running_its_tests(course: Course) -> None:
     station = course.exercise("3")
-    assert (station.number, station.title, station.target, station.points) == (
-        "03",
-        "Naive_fsdp",
-        Path("my_fsdp.py"),
-        3,
-    )
-    assert [(check.name, check.sentence) for check in station.checks] == [
-        ("03.one", "It is one."),
-        ("03.two", "It is two."),
-    ]
+    assert (station.number, station.title, station.points) == ("03", "Naive_fsdp", 3)
+    checks = [(check.name, check.sentence) for check in station.checks]
+    assert checks == [("03.one", "It is one."), ("03.two", "It is two.")]
     assert course.exercise("exercises/14_checkpoints").target == Path("14_checkpoints/checkpoints.py")
     assert [each.number for each in course.exercises] == ["01", "02", "03", "10", "14", "homework"]
 
@@ -150,13 +137,10 @@ REFUSED: dict[str, Callable[[Course], object]] = {  # words of the error
 }
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_a_command_that_cannot_be_run_is_refused_with_a_remedy(words: str, course: Course) -> None:
-    with pytest.raises(UsageError, match=words):
-        REFUSED[words](course)
-
-
-def test_a_marker_that_is_no_plain_value_is_named(course: Course) -> None:
+def test_a_command_that_cannot_be_run_is_refused_with_a_remedy(course: Course) -> None:
+    for words, run in REFUSED.items():
+        with pytest.raises(UsageError, match=words):
+            run(course)
     path = course.root / "exercises" / "03_naive_fsdp" / "test_naive_fsdp.py"
     path.write_text(path.read_text().replace("points(2,", "points(2 * N,"))
     with pytest.raises(UsageError, match="exercises/03_naive_fsdp/test_naive_fsdp.py: expected"):
@@ -178,14 +162,8 @@ print(*sorted({"torch", "pytest", "numpy", "jinja2"} & set(sys.modules)))"""
 def test_the_list_counts_points_by_number(say: Say) -> None:
     found, text = say(commands.list_exercises, False)
     assert found == 0 and "15 points for the exercises with numbers" in text
-    assert "checkpoints.py" in text and "homework/hw_fsdp.py" in text
-    _, rows = say(commands.list_exercises, True)
-    assert json.loads(rows)[2] == {
-        "exercise": "03",
-        "title": "Naive_fsdp",
-        "points": 3,
-        "file": "exercises/my_fsdp.py",
-    }
+    row = json.loads(say(commands.list_exercises, True)[1])[2]
+    assert row == {"exercise": "03", "title": "Naive_fsdp", "points": 3, "file": "exercises/my_fsdp.py"}
 
 
 def test_hints_come_one_more_each_call_and_leave_out_other_answers(say: Say) -> None:
@@ -215,20 +193,12 @@ def test_a_file_goes_from_not_started_to_passed_and_stale(course: Course) -> Non
 
 
 def test_the_status_shows_points_the_map_of_the_file_and_the_next_page(course: Course, say: Say) -> None:
-    write(
-        course,
-        "# --- 01 Rows ---\ndef rows():\n    return 1\n# --- 03 Naive ---\ndef f(): TODO(3)\n# TODO(03)\n",
-    )
-    Progress.load(course).note(passed(course, "01"), (course.root / "exercises" / "my_fsdp.py").read_text())
-    _, text = say(commands.status, False)
-    assert "rows 2" in text and "f 1" in text and " 3 of 15 points" in text
-    assert text.endswith("Next: 02_ring/README.md\n")
-
-
-def test_a_damaged_progress_file_is_as_good_as_none(course: Course, say: Say) -> None:
-    (course.root / ".hwfsdp").mkdir()
-    (course.root / ".hwfsdp" / "progress.json").write_text('{"hints": 3}')
-    assert say(commands.status, False)[0] == 0
+    text = "# --- 01 Rows ---\ndef rows():\n    return 1\n# --- 03 Naive ---\ndef f(): TODO(3)\n# TODO(03)\n"
+    write(course, text)
+    Progress.load(course).note(passed(course, "01"), text)
+    _, said = say(commands.status, False)
+    assert "rows 2" in said and "f 1" in said and " 3 of 15 points" in said
+    assert said.endswith("Next: 02_ring/README.md\n")
 
 
 def test_reset_writes_the_starter_and_keeps_the_file(course: Course, say: Say) -> None:
@@ -288,9 +258,7 @@ def test_the_certificate_needs_all_stations_but_the_side_quest_with_this_file(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = list[Path]()
-    monkeypatch.setattr(
-        commands, "_beside_the_reference", lambda file: drawn.append(file) or {}
-    )  # has no step
+    monkeypatch.setattr(commands, "_beside_the_reference", lambda file: drawn.append(file) or {})
     write(course)
     progress = Progress.load(course)
     progress.note(passed(course, "01", "03"), "x = 1\n")
@@ -301,8 +269,8 @@ def test_the_certificate_needs_all_stations_but_the_side_quest_with_this_file(
     assert "optional, not done" in page.read_text() and "0 of" not in page.read_text()
     assert commands.write_certificate(progress) == page and len(drawn) == 1
     progress.note(passed(course, "02"), "x = 1\n")
-    assert commands.write_certificate(progress) == page and len(drawn) == 2
-    assert "optional, not done" not in page.read_text()
+    commands.write_certificate(progress)
+    assert "optional, not done" not in page.read_text() and len(drawn) == 2
     write(course, "x = 2\n")
     assert commands.write_certificate(progress) is None
 

@@ -48,16 +48,21 @@ def test_facts_come_back_by_rank(tmp_path: Path) -> None:
     of.end()
 
 
+def ask_ahead(of: Course, *asked: tuple[int, int], probe: Any = probe_answer) -> None:
+    """Ask these numbers on so many ranks, and begin the launches."""
+    of.asking = True
+    for world_size, number in asked:
+        with pytest.raises(NotYet):
+            list(of.ranks(world_size).ask(probe, "answer", number=number))
+    of.asking = False
+    of.begin()
+
+
 def test_questions_asked_ahead_share_a_launch_and_one_that_raises_takes_no_answer_away(
     tmp_path: Path,
 ) -> None:
     of = course(tmp_path, "if number == 2: [][3]")
-    of.asking = True
-    for number in (1, 2, 3):
-        with pytest.raises(NotYet):
-            list(of.ranks(1).ask(probe_answer, "answer", number=number))
-    of.asking = False
-    of.begin()
+    ask_ahead(of, (1, 1), (1, 2), (1, 3))
     assert of.ranks(1).ask(probe_answer, "answer", number=3) == [3]
     assert of.ranks(1).ask(probe_answer, "answer", number=1) == [1]
     with pytest.raises(Finding, match=r"raised IndexError in answer \(my_fsdp.py, line 5") as caught:
@@ -72,11 +77,7 @@ def test_no_rank_begins_a_question_that_a_failed_rank_cannot_begin(
     """Without rank 1, rank 0 would wait for a new group until its time is up."""
     monkeypatch.setattr(ranks, "WAIT", 30.0)
     of = course(tmp_path, "if number == 1 and os.environ['RANK'] == '1': [][3]")
-    of.asking = True
-    for number in (1, 2):
-        with pytest.raises(NotYet):
-            list(of.ranks(2).ask(probe_grouped, "answer", number=number))
-    of.asking = False
+    ask_ahead(of, (2, 1), (2, 2), probe=probe_grouped)
     with pytest.raises(Finding, match="Rank 1 raised IndexError in answer"):
         of.ranks(2).ask(probe_grouped, "answer", number=1)
     assert of.ranks(2).ask(probe_grouped, "answer", number=2) == [2, 2]
@@ -85,18 +86,16 @@ def test_no_rank_begins_a_question_that_a_failed_rank_cannot_begin(
 
 def test_a_rank_that_leaves_ends_only_the_questions_of_its_exercise(tmp_path: Path) -> None:
     of = course(tmp_path, "if number < 10: sys.exit(3)")
-    asked = [("02", 1), ("02", 11), ("03", 2), ("04", 12), ("05", 3), ("06", 13)]
-    of.asking = True
-    for of.asker, number in asked:
-        with pytest.raises(NotYet):
-            list(of.ranks(1).ask(probe_answer, "answer", number=number))
-    of.asking, said = False, dict[str, bool]()
-    for of.asker, number in asked:
-        try:
-            assert of.ranks(1).ask(probe_answer, "answer", number=number) == [number]
-        except Finding as finding:
-            assert finding.misconception == "left-early"
-            said[f"{of.asker} {number}"] = finding.ends_file
+    asked, said = [("02", 1), ("02", 11), ("03", 2), ("04", 12), ("05", 3), ("06", 13)], dict[str, bool]()
+    for of.asking in (True, False):
+        for of.asker, number in asked:
+            try:
+                assert list(of.ranks(1).ask(probe_answer, "answer", number=number)) == [number]
+            except NotYet:
+                pass
+            except Finding as finding:
+                assert finding.misconception == "left-early"
+                said[f"{of.asker} {number}"] = finding.ends_file
     of.end()
     # 02 is over after its first question; after three exercises, so is the file
     assert said == {"02 1": False, "02 11": False, "03 2": False, "05 3": False, "06 13": True}
@@ -104,12 +103,8 @@ def test_a_rank_that_leaves_ends_only_the_questions_of_its_exercise(tmp_path: Pa
 
 def test_a_launch_that_waits_for_room_is_not_begun_after_the_end(tmp_path: Path) -> None:
     of, said = course(tmp_path, "print('asleep')", "time.sleep(100)"), list[str]()
-    of.show, of.asking = said.append, True
-    for size in (RANKS, 1):
-        with pytest.raises(NotYet):
-            list(of.ranks(size).ask(probe_answer, "answer", number=1))
-    of.asking = False
-    of.begin()
+    of.show = said.append
+    ask_ahead(of, (RANKS, 1), (1, 1))
     while not said:
         time.sleep(0.01)
     of.end()
@@ -119,12 +114,7 @@ def test_a_launch_that_waits_for_room_is_not_begun_after_the_end(tmp_path: Path)
 def test_two_launches_run_side_by_side_and_end_their_own_processes_only(tmp_path: Path) -> None:
     """The rank alone ends first; the two ranks, which meet afterwards, still live."""
     of = course(tmp_path, "time.sleep(1.5 if os.environ['WORLD_SIZE'] == '2' else 0)")
-    of.asking = True
-    for size in (2, 1):
-        with pytest.raises(NotYet):
-            list(of.ranks(size).ask(probe_answer, "answer", number=4))
-    of.asking = False
-    of.begin()
+    ask_ahead(of, (2, 4), (1, 4))
     assert of.ranks(1).ask(probe_answer, "answer", number=4) == [4]
     assert of.ranks(2).ask(probe_answer, "answer", number=4) == [4, 4]
     of.end()
@@ -151,38 +141,33 @@ def test_a_file_that_does_not_come_to_an_end_is_named_and_leaves_nothing(line: s
     assert not descendants([server_pid() or 0], running())
 
 
-@pytest.mark.parametrize(
-    ("waits", "misconception"),
-    [(("send", "send"), "all-wait"), (("recv", "recv"), "all-wait"), (("send", "all_gather"), "stuck-in")],
-)
-def test_ranks_that_all_send_first_are_told_from_a_collective_that_one_skips(
-    waits: tuple[str, str], misconception: str
-) -> None:
+def test_ranks_that_all_send_first_are_told_from_a_collective_that_one_skips() -> None:
     path = Path("/tmp/private/my_fsdp.py")
-    places = "; ".join(f"rank {n} waiting in {each}, at {path}:83, in f" for n, each in enumerate(waits))
-    error = RankError(
-        0, f"nothing has happened for 3 s ({places})", f'File "{path}", line 83, in f', "", "late"
-    )
-    finding = failures.ended(error, "", Path(), path)
-    assert finding.misconception == misconception
-    assert "at my_fsdp.py:83" in finding.message and "private" not in finding.message
+    for one, other, misconception in [
+        ("send", "send", "all-wait"),
+        ("recv", "recv", "all-wait"),
+        ("send", "all_gather", "stuck-in"),
+    ]:
+        places = "; ".join(
+            f"rank {n} waiting in {each}, at {path}:83, in f" for n, each in enumerate([one, other])
+        )
+        said = f"nothing has happened for 3 s ({places})"
+        error = RankError(0, said, f'File "{path}", line 83, in f', "", "late")
+        finding = failures.ended(error, "", Path(), path)
+        assert finding.misconception == misconception
+        assert "at my_fsdp.py:83" in finding.message and "private" not in finding.message
 
 
-@pytest.mark.parametrize(
-    ("stack", "misconception"),
-    [
-        ('  File "my_fsdp.py", line 5 in answer', "endless"),
-        ('  File "/torch/distributed.py", line 5 in barrier', "left-undone"),
-        ("  <no Python frame>", "left-undone"),
-        ("", "left-undone"),
-    ],
-)
-def test_a_rank_that_computes_without_an_end_is_in_a_loop_only_if_the_file_is(
-    stack: str, misconception: str, tmp_path: Path
-) -> None:
-    (tmp_path / "1").write_text(f"Stack (most recent call first):\n{stack}\n" if stack else "")
+def test_a_rank_that_computes_without_an_end_is_in_a_loop_only_if_the_file_is(tmp_path: Path) -> None:
     error = RankError(1, "death by signal SIGXCPU", "", "", "died")
-    assert failures.ended(error, "", tmp_path, Path("my_fsdp.py")).misconception == misconception
+    for stack, misconception in [
+        ("", "left-undone"),
+        ("Stack:\n  <no Python frame>\n", "left-undone"),
+        ('Stack:\n  File "/torch/distributed.py", line 5 in barrier\n', "left-undone"),
+        ('Stack:\n  File "my_fsdp.py", line 5 in answer\n', "endless"),
+    ]:
+        (tmp_path / "1").write_text(stack)
+        assert failures.ended(error, "", tmp_path, Path("my_fsdp.py")).misconception == misconception
 
 
 @LINUX
@@ -198,9 +183,8 @@ def test_ranks_that_wait_for_each_other_are_told_when_nothing_happens(
     line: str, misconception: str, tmp_path: Path
 ) -> None:
     finding = told(course(tmp_path, line, "torch.distributed.all_reduce(torch.ones(1))"), world_size=2)
-    assert (
-        finding.misconception == misconception and "nothing has happened for 3 s" in finding.message.lower()
-    )
+    assert finding.misconception == misconception
+    assert "nothing has happened for 3 s" in finding.message.lower()
 
 
 def test_what_a_rank_changes_in_torch_is_named(tmp_path: Path) -> None:
@@ -240,8 +224,9 @@ def test_the_file_cannot_read_other_files_nor_act_as_another_user(tmp_path: Path
     assert os.geteuid() or limits["a user of its own"]
 
 
-@pytest.mark.parametrize(("by", "misconception"), [("probes.py", "missing"), ("my_fsdp.py", "crashed")])
-def test_a_file_does_not_choose_the_name_that_is_said_to_be_missing(by: str, misconception: str) -> None:
-    frames = [{"file": by, "line": 3, "function": "f", "text": "raise"}]
-    raised = failures.Raised(0, "AttributeError", "module 'submitted' has no attribute 'seed_7531'", frames)
-    assert failures.explain("key", [raised], 2, Path("my_fsdp.py")).misconception == misconception
+def test_a_file_does_not_choose_the_name_that_is_said_to_be_missing() -> None:
+    for by, misconception in (("probes.py", "missing"), ("my_fsdp.py", "crashed")):
+        frames = [{"file": by, "line": 3, "function": "f", "text": "raise"}]
+        said = "module 'submitted' has no attribute 'seed_7531'"
+        raised = failures.Raised(0, "AttributeError", said, frames)
+        assert failures.explain("key", [raised], 2, Path("my_fsdp.py")).misconception == misconception

@@ -6,12 +6,12 @@ Oracles: the repaired scripts and the key in `solutions/`, and closed forms for 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,9 +34,7 @@ LAYER = 128 * 128 * 4  # bytes
 
 def made_up(bug: Bug) -> str:
     """Evidence that needs no run."""
-    return (
-        "bfloat16" if bug.kind == "name" else f"1{bug.number}.25" if bug.kind == "ratio" else f"1{bug.number}"
-    )
+    return "bfloat16" if bug.kind == "name" else f"1{bug.number}" + (".25" if bug.kind == "ratio" else "")
 
 
 def sealed(bug: Bug) -> Bug:
@@ -59,27 +57,17 @@ def right(bug: Bug, **other: str) -> dict[str, str]:
 # --- Runs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def broken() -> Callable[[Bug], Run]:
-    known: dict[str, Run] = {}
-    return lambda bug: known.get(bug.name) or known.setdefault(bug.name, run_script(bug.script))
-
-
-@pytest.fixture(scope="module")
-def mended() -> Callable[[Bug], Run]:
-    known: dict[str, Run] = {}
-    folder = ROOT / "solutions" / "lab"
-    return lambda bug: known.get(bug.name) or known.setdefault(
-        bug.name, run_script(folder / bug.name / "train.py")
-    )
+@functools.cache
+def ran(script: Path) -> Run:
+    return run_script(script)
 
 
 @pytest.mark.long
 @every_bug
 def test_a_broken_script_shows_the_sealed_evidence_and_the_mended_one_does_not(
-    bug: Bug, broken: Callable[[Bug], Run], mended: Callable[[Bug], Run]
+    bug: Bug,
 ) -> None:
-    value, run = measure(bug, broken(bug)), mended(bug)
+    value, run = measure(bug, ran(bug.script)), ran(ROOT / "solutions" / "lab" / bug.name / "train.py")
     assert bug.holds(value) and bug.digest == bug.seals["script"]
     assert not any(run.raised) and not run.hung
     try:
@@ -91,8 +79,8 @@ def test_a_broken_script_shows_the_sealed_evidence_and_the_mended_one_does_not(
 
 
 @pytest.mark.long
-def test_bytes_in_evidence_equal_closed_forms(broken: Callable[[Bug], Run]) -> None:
-    values = {bug.name: measure(bug, broken(bug)) for bug in BUGS if bug.kind == "whole"}
+def test_bytes_in_evidence_equal_closed_forms() -> None:
+    values = {bug.name: measure(bug, ran(bug.script)) for bug in BUGS if bug.kind == "whole"}
     block = 64 * 128 + 128 + 128 * 64 + 64
     head = 2 * 64 + 2  # one row of weight and bias, padded to the two ranks
     assert int(values["04_out_of_memory"]) == 4 * (8 * block + head)
@@ -163,60 +151,44 @@ def test_no_choice_counts_before_the_evidence_is_right(monkeypatch: pytest.Monke
             ).removeprefix(bug.number)
 
 
-def test_a_machine_that_measures_other_evidence_does_not_blame_the_student(
-    monkeypatch: pytest.MonkeyPatch,
+def test_neither_other_evidence_of_a_machine_nor_a_changed_script_is_blamed_on_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug = sealed(BUGS[0])
     monkeypatch.setattr(lab_runs, "measured", lambda bug: "123")
-    found = lab.verdicts(bug, right(bug, evidence="42"))["evidence"]
-    assert found[0] == "error" and "this machine measures 123" in found[1]
-
-
-def test_a_script_that_was_changed_is_not_run_and_the_check_says_so(tmp_path: Path) -> None:
-    bug = replace(sealed(BUGS[0]), folder=tmp_path)
+    status, said = lab.verdicts(bug, right(bug, evidence="42"))["evidence"]
+    assert status == "error" and "this machine measures 123" in said
+    monkeypatch.undo()
+    bug = replace(bug, folder=tmp_path)
     bug.script.write_text("raise SystemExit('a student was here')\n")
     assert "is not the given script" in lab.verdicts(bug, right(bug, evidence="42"))["evidence"][1]
     assert lab.is_solved(bug, right(bug))  # whose evidence is from the given script
 
 
-def test_a_letter_may_stand_in_parentheses_or_before_a_dot() -> None:
+def test_a_letter_may_stand_in_parentheses_or_before_a_dot_and_other_answers_are_refused() -> None:
     bug = sealed(BUGS[0])
     for form in ("{}", "{}.", "({})", " {})", "{}:"):
         for letter in (right(bug)["cause"], right(bug)["cause"].lower()):
             lab.judge(bug, "cause", right(bug, cause=form.format(letter)))
-
-
-def test_an_answer_that_is_no_letter_is_refused() -> None:
     for typed in ["Z", "AB", "1", "__import__('os')._exit(1)"]:
-        bug = sealed(BUGS[0])
         with pytest.raises(Finding, match="is not one of the letters A, B, C, D, E"):
             lab.judge(bug, "cause", right(bug, cause=typed))
 
 
+EVIDENCE = {  # what was measured → what is right, and what is wrong
+    ("whole", "65536"): (["65,536", "65_536 B", "65536 bytes", "65536.0"], ["65537"]),
+    ("whole", "0"): (["-0"], []),
+    ("ratio", "0.25"): (["1/4", "0.254", "0,25"], ["0.26", "-0.25"]),
+    ("ratio", "1.21"): (["1.21×", "1.21 times"], []),
+    ("name", "bfloat16"): (["torch.bfloat16", "BF16"], ["float16"]),
+}
+
+
 def test_evidence_is_read_as_people_write_it() -> None:
-    for kind, typed, measured, verdict in [
-        ("whole", "65,536", "65536", True),
-        ("whole", "65_536 B", "65536", True),
-        ("whole", "65536 bytes", "65536", True),
-        ("whole", "65536.0", "65536", True),
-        ("whole", "65537", "65536", False),
-        ("whole", "-0", "0", True),
-        ("ratio", "1/4", "0.25", True),
-        ("ratio", "0.254", "0.25", True),
-        ("ratio", "0.26", "0.25", False),
-        ("ratio", "0,25", "0.25", True),
-        ("ratio", "1.21×", "1.21", True),
-        ("ratio", "1.21 times", "1.21", True),
-        ("ratio", "-0.25", "0.25", False),
-        ("name", "torch.bfloat16", "bfloat16", True),
-        ("name", "BF16", "bfloat16", True),
-        ("name", "float16", "bfloat16", False),
-    ]:
+    for (kind, measured), (rights, wrongs) in EVIDENCE.items():
         bug = replace(BUGS[0], kind=kind, seals={"evidence": BUGS[0].sealed("evidence", measured)})
-        assert lab.evidence_in(bug, typed) == (measured if verdict else None)
-
-
-def test_evidence_that_is_not_a_number_is_refused() -> None:
+        assert {lab.evidence_in(bug, typed) for typed in rights} == {measured}
+        assert not [typed for typed in wrongs if lab.evidence_in(bug, typed)]
     for typed in ["many", "64 KiB", "1e999999999", "1/0", "nan", "inf", "0x10", "²"]:
         with pytest.raises(ValueError, match="such as 65536"):
             lab.evidence_in(replace(BUGS[0], kind="whole"), typed)
@@ -246,21 +218,10 @@ def test_a_file_that_holds_no_answers_is_an_error_in_one_line(tmp_path: Path) ->
         assert "\n" not in str(told.value) and len(str(told.value)) < 500
 
 
-@pytest.mark.parametrize("kind", ["not TOML", "a mistyped table", "a list"])
-def test_a_file_that_holds_no_answers_is_the_students_mistake(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "answers.toml").write_bytes(BAD_FILES[kind])
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "exercises/lab",
-        "--submission",
-        str(tmp_path),
-        "-k",
-        "01_flat",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def test_a_file_that_holds_no_answers_is_the_students_mistake(tmp_path: Path) -> None:
+    (tmp_path / "answers.toml").write_bytes(BAD_FILES["a mistyped table"])
+    command = ["-m", "pytest", "-q", "exercises/lab", "--submission", str(tmp_path), "-k", "01_flat"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     assert " answers.toml: expected" in done.stdout, done.stdout
     assert "itself failed" not in done.stdout and done.returncode == 1
 
