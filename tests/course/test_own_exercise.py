@@ -24,9 +24,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tree")
     for name in ("exercises", "solutions", "hwfsdp"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", ".hwfsdp"))
-    shutil.copy(
-        ROOT / "setup.cfg", root
-    )  # a setting of pytest that lies above a path of its own is read instead of the course's
+    shutil.copy(ROOT / "setup.cfg", root)  # pytest reads it instead of the course's
     return root
 
 

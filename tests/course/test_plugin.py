@@ -84,35 +84,30 @@ def answer(number):
     print("asked for", number)
     if number > 9:
         sys.exit(3)
-    return number + 3
+    return number * number
 """
+PROBES = Path(__file__).with_name("probes_of_tests.py")
 
 
 def run(root: Path, *options: str, inside: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Write the course, and run pytest on a wrong answer, `inside` another command."""
-    folder, theirs = root / "exercises" / "21_doubling", root / "theirs"
-    folder.mkdir(parents=True), theirs.mkdir()
-    (root / "exercises" / "pytest.ini").write_text("[pytest]\naddopts = -p hwfsdp.course.plugin --tb=short\n")
-    (folder / "test_doubling.py").write_text(EXERCISE)
-    (again := root / "exercises" / "22_again").mkdir()
-    (again / "test_again.py").write_text(AGAIN)
-    (lost := root / "exercises" / "23_lost").mkdir()
-    (lost / "test_lost.py").write_text(LOST)
-    (root / "unread.json").write_text('{"lost.py": "its bytes are not UTF-8"}')
-    (folder / "probes_of_tests.py").write_text((Path(__file__).parent / "probes_of_tests.py").read_text())
-    (theirs / "doubling.py").write_text(WRONG.replace("number + 3", "number * number"))
-    command = [sys.executable, "-m", "pytest", "exercises", "--submission", str(theirs), "--seed", "5"]
-    command += ["--unread", "unread.json"]
+    files = {
+        "exercises/pytest.ini": "[pytest]\naddopts = -p hwfsdp.course.plugin --tb=short\n",
+        "exercises/21_doubling/test_doubling.py": EXERCISE,
+        "exercises/21_doubling/probes_of_tests.py": PROBES.read_text(),
+        "exercises/22_again/test_again.py": AGAIN,
+        "exercises/23_lost/test_lost.py": LOST,
+        "theirs/doubling.py": WRONG,
+        "unread.json": '{"lost.py": "its bytes are not UTF-8"}',
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    command = [sys.executable, "-m", "pytest", "exercises", "--submission", str(root / "theirs")]
+    command += ["--seed", "5", "--unread", "unread.json", *options]
     path = os.pathsep.join([str(Path(hwfsdp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environ = os.environ | {"PYTHONPATH": path}
-    return subprocess.run(
-        [*inside, *command, *options],
-        cwd=root,
-        env=environ,
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
+    how: Any = {"cwd": root, "env": os.environ | {"PYTHONPATH": path}, "stdin": subprocess.DEVNULL}
+    return subprocess.run([*inside, *command], capture_output=True, text=True, **how)
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +138,8 @@ def test_one_wrong_variant_fails_the_test_and_both_are_measured(ran: Any) -> Non
 
 def test_an_exception_of_a_test_is_the_instructors_error(ran: Any) -> None:
     broken = by_name(ran)["21.broken"]
-    assert (
-        broken["status"] == "error" and broken["misconception"] is None and "IndexError" in broken["message"]
-    )
+    assert (broken["status"], broken["misconception"]) == ("error", None)
+    assert "IndexError" in broken["message"]
     assert ran[0].returncode == 3 and "not your mistake" in ran[0].stdout
 
 

@@ -17,10 +17,9 @@ from hwfsdp.errors import UsageError
 ROOT = Path(__file__).parents[2]
 MARKERS = "import pytest\npytestmark = pytest.mark.exercise('{0}', title='T', file='my_fsdp.py')\n"
 FILES = {
-    **{
-        f"exercises/{name}/test_x.py": MARKERS.format(name[:2])
-        for name in ("01_rows", "03_naive", "10_backward")
-    },
+    "exercises/03_naive/test_x.py": MARKERS.format("03"),
+    "exercises/10_backward/test_x.py": MARKERS.format("10"),
+    "exercises/01_rows/test_x.py": MARKERS.format("01"),
     "exercises/homework/test_x.py": MARKERS.format("homework"),
     "exercises/README.md": "See [one](01_rows/test_x.py), [ten](10_backward/test_x.py) and [the tests](../tests/test_x.py).\n",
     "exercises/AGENTS.md": "Ask first.\n<!-- instructors -->\nSecret.\n<!-- /instructors -->\n",
@@ -90,39 +89,31 @@ def test_the_edition_has_tracked_files_of_the_course_and_nothing_of_the_teachers
     assert found == exercises | top | {"docs/tutorial.md", "notebooks/01.ipynb"}
     assert not [name for name in built if name.startswith(("solutions", "tests")) or "grades" in name]
     assert {"hwfsdp/__init__.py", "setup.cfg", "exercises/README.md"} <= set(built)
-    assert (tmp_path / "out" / "AGENTS.md").read_text() == "Ask first.\n"
-    assert (tmp_path / "out" / "exercises" / "AGENTS.md").read_text() == "Ask first.\n"
+    for name in ("AGENTS.md", "exercises/AGENTS.md"):
+        assert (tmp_path / "out" / name).read_text() == "Ask first.\n"
 
 
-def test_later_exercises_stay_and_links_to_them_become_words(
+TEN = "| [one](test_x.py) |\n| [ten](../10_backward/test_x.py) |"
+PAGES = {  # the last exercise → what a page says
+    "1": ("In exercises.", "| [one](test_x.py) |", ""),
+    "3": ("In exercises.", "| [one](test_x.py) |", "Three.\n\n"),
+    None: ("In ten exercises.", TEN, "Three. Ten.\n\n"),
+}
+
+
+def test_later_exercises_stay_and_no_page_speaks_of_them(
     course: Course, built: list[str], tmp_path: Path
 ) -> None:
-    found = written(course, tmp_path / "out", "3")
-    folders = {name.split("/")[1] for name in found if name.count("/") == 2}
-    assert folders == {"01_rows", "03_naive"} and not [name for name in built if "10_backward" in name]
-    page = (tmp_path / "out" / "exercises" / "README.md").read_text()
-    assert page == "See [one](01_rows/test_x.py), ten and the tests.\n"
-
-
-@pytest.mark.parametrize(
-    ("upto", "words", "rows", "paragraphs"),
-    [
-        ("1", "In exercises.", "| [one](test_x.py) |", ""),
-        ("3", "In exercises.", "| [one](test_x.py) |", "Three.\n\n"),
-        (
-            None,
-            "In ten exercises.",
-            "| [one](test_x.py) |\n| [ten](../10_backward/test_x.py) |",
-            "Three. Ten.\n\n",
-        ),
-    ],
-)
-def test_a_page_does_not_speak_of_later_exercises(
-    upto: str | None, words: str, rows: str, paragraphs: str, course: Course, built: list[str], tmp_path: Path
-) -> None:
-    written(course, tmp_path / "out", upto)
-    page = (tmp_path / "out" / "exercises" / "01_rows" / "README.md").read_text()
-    assert page == f"# Rows\n\n{words}\n\n{rows}\n\n{paragraphs}The end.\n"
+    for upto, (words, rows, paragraphs) in PAGES.items():
+        out = tmp_path / f"upto {upto}"
+        found = written(course, out, upto)
+        page = (out / "exercises" / "01_rows" / "README.md").read_text()
+        assert page == f"# Rows\n\n{words}\n\n{rows}\n\n{paragraphs}The end.\n"
+        if upto == "3":
+            folders = {name.split("/")[1] for name in found if name.count("/") == 2}
+            assert folders == {"01_rows", "03_naive"}
+            page = (out / "exercises" / "README.md").read_text()
+            assert page == "See [one](01_rows/test_x.py), ten and the tests.\n"
 
 
 def test_a_folder_in_use_an_unknown_exercise_and_a_course_without_git_are_refused(

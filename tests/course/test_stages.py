@@ -66,36 +66,24 @@ def test_the_file_before_a_station_names_the_stations_that_it_gives() -> None:
     assert "host.wait()" in text
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A course with one solution that has marks, and one without, as in the lab."""
+def test_starters_are_written_once_and_files_that_differ_or_have_no_source_are_named(tmp_path: Path) -> None:
     (tmp_path / "solutions" / "lab").mkdir(parents=True)
     (tmp_path / "solutions" / "my_fsdp.py").write_text(MARKED)
-    (tmp_path / "solutions" / "lab" / "train.py").write_text("print()\n")
-    return tmp_path
-
-
-def test_starters_are_written_once_and_a_changed_one_is_named(root: Path) -> None:
-    assert stages.write(root) == [root / "exercises" / "my_fsdp.py"]
-    assert (stages.write(root), stages.differences(root)) == ([], [])
-    (root / "exercises" / "my_fsdp.py").write_text("changed\n")
-    assert stages.differences(root) == [
-        "exercises/my_fsdp.py is not what solutions/ gives. Run: make exercises"
-    ]
-
-
-def test_a_file_without_a_source_is_named(root: Path) -> None:
-    stages.write(root)
-    (root / "exercises" / "17_new").mkdir()
+    (tmp_path / "solutions" / "lab" / "train.py").write_text("print()\n")  # has no marks
+    starter = tmp_path / "exercises" / "my_fsdp.py"
+    assert stages.write(tmp_path) == [starter]
+    assert (stages.write(tmp_path), stages.differences(tmp_path)) == ([], [])
+    starter.write_text("changed\n")
+    (tmp_path / "exercises" / "17_new").mkdir()
     for name in ("new.py", "test_new.py", "facts_new.py"):
-        (root / "exercises" / "17_new" / name).touch()
-    assert stages.differences(root) == ["exercises/17_new/new.py has no source with marks in solutions/."]
-
-
-def test_a_stage_that_is_not_python_is_named(root: Path) -> None:
-    (root / "solutions" / "my_fsdp.py").write_text("# @03\nx = 1\n# @00\n# | x = =\n# @end\n")
+        (tmp_path / "exercises" / "17_new" / name).touch()
+    assert sorted(stages.differences(tmp_path)) == [
+        "exercises/17_new/new.py has no source with marks in solutions/.",
+        "exercises/my_fsdp.py is not what solutions/ gives. Run: make exercises",
+    ]
+    (tmp_path / "solutions" / "my_fsdp.py").write_text("# @03\nx = 1\n# @00\n# | x = =\n# @end\n")
     with pytest.raises(UsageError, match="solutions/my_fsdp.py: expected stages"):
-        stages.write(root)
+        stages.write(tmp_path)
 
 
 def test_the_starters_of_the_course_are_what_its_solutions_give() -> None:

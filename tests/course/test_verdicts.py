@@ -11,22 +11,21 @@ from hwfsdp.course.pages import Style, verdict
 def failed(
     test: str,
     misconception: str,
-    sentence: str = "It was 1.",
     own: bool = True,
     expected: float | None = None,
 ) -> Outcome:
     outcome = Outcome(test, "It holds.", 2, "The test's own question?", own)
-    outcome.add("failed", Finding(misconception, sentence, expected))
+    outcome.add("failed", Finding(misconception, "It was 1.", expected))
     return outcome
 
 
+def names(outcomes: list[Outcome]) -> list[list[str]]:
+    return [[each.test for each in of] for of in folded(outcomes)]
+
+
 def test_the_cause_is_the_smallest_rank_then_the_exercises_own_test() -> None:
-    value, wait, earlier = (
-        failed("05.step", "wrong-value"),
-        failed("05.bytes", "used-before-wait"),
-        failed("03.trains", "used-before-wait", own=False),
-    )
-    assert cause_of([earlier, value, wait]) is wait
+    value, wait = failed("05.step", "wrong-value"), failed("05.bytes", "used-before-wait")
+    assert cause_of([failed("03.trains", "used-before-wait", own=False), value, wait]) is wait
     assert cause_of([]) is None
 
 
@@ -36,31 +35,21 @@ def test_findings_of_one_misconception_are_shown_once_with_one_question() -> Non
         failed("03.memory", "not-freed"),
         failed("03.rows", "wrong-value"),
     ]
-    assert [[each.test for each in of] for of in folded(outcomes)] == [
-        ["03.trains", "03.memory"],
-        ["03.rows"],
-    ]
+    assert names(outcomes) == [["03.trains", "03.memory"], ["03.rows"]]
     page = verdict(outcomes, Style(io.StringIO()))
     assert page.count("not-freed: ") == 1 and "same cause: 03.memory" in page and page.count("→") == 1
 
 
 def test_wrong_numbers_of_earlier_exercises_follow_from_a_race_of_the_exercise() -> None:
-    numbers = [
+    earlier = [
         failed("05.travels", "not-gathered", own=False, expected=8.5),
         failed("08.step", "wrong-value"),
-    ]
-    others = [
         failed("05.memory", "not-freed", own=False, expected=4),
         failed("03.rows", "replicated", own=False),
     ]
     race = failed("08.races", "used-before-wait")
-    assert [[each.test for each in of] for of in folded([*numbers, *others, race])] == [
-        ["08.races", "05.travels"],
-        ["03.rows"],
-        ["05.memory"],
-        ["08.step"],
-    ]
-    assert len(folded([*numbers, *others, failed("08.races", "not-freed")])) == 4
+    assert names([*earlier, race]) == [["08.races", "05.travels"], ["03.rows"], ["05.memory"], ["08.step"]]
+    assert len(folded([*earlier, failed("08.races", "not-freed")])) == 4
 
 
 def test_a_value_that_nobody_has_written_is_a_missing_wait() -> None:
