@@ -25,13 +25,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -130,16 +127,8 @@ def draw(area: str, count: int, seed: int) -> list[Record]:
     for (path, name), number in sorted(chosen.items()):
         mutant = list(mutants(extract(path.read_text(), name)))[number]
         module = str(path.relative_to(ROOT))
-        drawn.append(
-            {
-                "area": area,
-                "seed": seed,
-                "module": module,
-                "function": name,
-                "number": number,
-                "what": str(mutant),
-            }
-        )
+        about: Record = {"area": area, "seed": seed, "module": module, "function": name}
+        drawn.append({**about, "number": number, "what": str(mutant)})
     return drawn
 
 
@@ -217,19 +206,9 @@ def outcomes(tree: Path, usual: dict[str, float] | None, *arguments: str) -> Out
     """
     with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as report:
         paths = os.pathsep.join([str(tree), str(tree / "tests" / "support")])
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "mutation_testing",
-            "-p",
-            "no:cacheprovider",
-            "-q",
-            "--tb=no",
-        ]
+        command = [sys.executable, "-m", "pytest", "-p", "mutation_testing", "-p", "no:cacheprovider"]
         process = subprocess.Popen(
-            [*command, "-o", "addopts=--strict-markers", *arguments],
+            [*command, "-q", "--tb=no", "-o", "addopts=--strict-markers", *arguments],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": paths, REPORT: report.name},
             stdout=subprocess.DEVNULL,
@@ -305,68 +284,46 @@ def cheap_first(record: Record, seconds: dict[str, float]) -> list[str]:
     return sorted(names, key=lambda name: cost[name])
 
 
-def run(jobs: int) -> None:
-    """Run tests on all mistakes that are not done yet, in `jobs` trees at a time. Save each result at once.
+def run() -> None:
+    """Run tests on all mistakes that are not done yet. Save each result at once.
 
     The tests of its module run on each mistake alone. Then the rest of `make test`, and after it the long tests, run on all
     unnoticed mistakes of an area together. The field `tried` of a record names the last of these suites that ran on it.
     """
     data = kept()
-    trees: SimpleQueue[Path] = SimpleQueue()
-    lock = threading.Lock()
+    mistakes: list[Record] = data["mistakes"]
 
     def keep(index: int, noticed: list[str], tried: str) -> None:
-        with lock:
-            data["mistakes"][index].update(noticed=noticed, tried=tried)
-            save(data)
-        print(f"{len(noticed):3} noticed, {tried}: {described(data['mistakes'][index])}", flush=True)
+        mistakes[index].update(noticed=noticed, tried=tried)
+        save(data)
+        print(f"{len(noticed):3} noticed, {tried}: {described(mistakes[index])}", flush=True)
 
-    def waiting(area: str, *tried: str | None) -> list[int]:
-        """Return the mistakes that no test has noticed yet, and whose last suite is one of `tried`."""
-        return [
-            index
-            for index, record in enumerate(data["mistakes"])
-            if record["area"] == area
-            and record.get("tried") in tried
-            and not record.get("noticed")
-            and "why" not in record
-        ]
+    def waiting(tried: str | None, area: str = "") -> dict[int, Record]:
+        """Return the mistakes of an area that no test has noticed yet, and whose last suite is `tried`."""
+        unnoticed = {i: r for i, r in enumerate(mistakes) if not r.get("noticed") and "why" not in r}
+        return {i: r for i, r in unnoticed.items() if area in ("", r["area"]) and r.get("tried") == tried}
 
-    def alone(index: int) -> None:
-        tree = trees.get()
-        try:
-            keep(index, noticed=try_alone(data["mistakes"][index], tree, data["seconds"]), tried="own")
-        finally:
-            trees.put(tree)
-
-    def together(area: str, suite: str, before: str) -> None:
-        tree = trees.get()
-        try:
-            left = {index: data["mistakes"][index] for index in waiting(area, before)}
-            for index, noticed in try_together(left, tree, data["seconds"], suite):
-                keep(index, noticed=noticed, tried=suite)
-            for index in left:
-                if not data["mistakes"][index]["noticed"]:
-                    keep(index, noticed=[], tried=suite)
-        finally:
-            trees.put(tree)
-
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        for job in range(jobs):
-            trees.put(copied(Path(folder) / str(job)))
-        indices = [index for area in AREAS for index in waiting(area, None)]
-        random.Random(0).shuffle(indices)  # so that a run that is stopped early has tried every area
-        list(pool.map(alone, indices))
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder) / "tree")
+        alone = list(waiting(None).items())
+        random.Random(0).shuffle(alone)  # so that a run that is stopped early has tried every area
+        for index, record in alone:
+            keep(index, try_alone(record, tree, data["seconds"]), "own")
         for suite, before in (("not long", "own"), ("long", "not long")):
-            list(pool.map(together, AREAS, [suite] * len(AREAS), [before] * len(AREAS)))
+            for area in AREAS:
+                left = waiting(before, area)
+                for index, noticed in try_together(left, tree, data["seconds"], suite):
+                    keep(index, noticed, suite)
+                for index in left:
+                    if not mistakes[index]["noticed"]:
+                        keep(index, [], suite)
 
 
-def measure(jobs: int) -> None:
+def measure() -> None:
     """Measure the seconds of each test on the correct package, and save them."""
     data = kept()
     with tempfile.TemporaryDirectory() as folder:
-        tree = copied(Path(folder) / "tree")
-        found = outcomes(tree, None, "-n", str(jobs), "--dist", "loadfile", "tests")
+        found = outcomes(copied(Path(folder) / "tree"), None, "-n", "2", "--dist", "loadfile", "tests")
     if wrong := [test for test, (outcome, _) in found.items() if outcome not in ("passed", "skipped")]:
         raise SystemExit("These fail on the package as it is:\n" + "\n".join(wrong))
     data["seconds"] = {test: round(took, 2) for test, (_, took) in found.items() if took >= BRIEF}
@@ -444,8 +401,8 @@ def main() -> None:
     drawing = commands.add_parser("draw")
     drawing.add_argument("--count", type=int, default=20)
     drawing.add_argument("--seed", type=int, default=1)
-    commands.add_parser("time").add_argument("--jobs", type=int, default=2)
-    commands.add_parser("run").add_argument("--jobs", type=int, default=2)
+    commands.add_parser("time")
+    commands.add_parser("run")
     commands.add_parser("show").add_argument("test", nargs="?")
     given = parser.parse_args()
     if given.command == "draw":
@@ -459,9 +416,9 @@ def main() -> None:
         data["mistakes"] = others + chosen
         save(data)
     elif given.command == "time":
-        measure(given.jobs)
+        measure()
     elif given.command == "run":
-        run(given.jobs)
+        run()
     else:
         show(given.test)
 
