@@ -63,7 +63,14 @@ def fully_shard_with_clipping() -> Callable[..., Any]:
 
 
 def gradients_with_clipping() -> list[tuple[Tensor, Tensor]]:
-    """Return gradients with the feature in the page, and unsharded gradients of both ranks' batches."""
+    """Return gradients with the feature in the page, and unsharded gradients of both ranks' batches.
+
+    Before, the feature refuses hybrid sharding, and leaves the module unchanged.
+    """
+    mesh, layer = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")), nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match="a mesh with replicas"):
+        fully_shard_with_clipping()(layer, mesh=mesh)
+    assert type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
     model = wrap(fresh(models.uneven), fully_shard_with_clipping(), "blocks")
     model(*model.inputs(4, dist.get_rank())).sum().backward()
     plain = fresh(models.uneven)
@@ -74,22 +81,13 @@ def gradients_with_clipping() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def test_the_feature_of_the_page_clamps_each_element_of_the_mean_gradient() -> None:
+def test_the_feature_of_the_page_clamps_each_element_of_the_mean_gradient_and_refuses_hybrid_sharding() -> (
+    None
+):
     for found in launch(gradients_with_clipping, 2):
         assert any((expected.abs() > 1).any() for _, expected in found)
         for grad, expected in found:
             torch.testing.assert_close(grad, expected.clamp(-1, 1))
-
-
-def refusal_under_hybrid_sharding() -> bool:
-    mesh, model = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")), nn.Linear(2, 2)
-    with pytest.raises(UnsupportedError, match="a mesh with replicas"):
-        fully_shard_with_clipping()(model, mesh=mesh)
-    return type(model) is nn.Linear and type(model.weight) is nn.Parameter
-
-
-def test_the_feature_of_the_page_refuses_hybrid_sharding_and_leaves_the_module_unchanged() -> None:
-    assert launch(refusal_under_hybrid_sharding, 2) == [True, True]
 
 
 # --- The drawing ---------------------------------------------------------------------------------------------

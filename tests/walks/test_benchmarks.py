@@ -11,7 +11,6 @@ from benchmarks import checkpoints, gpu, grading, overhead, peak, profile, recor
 from benchmarks import __main__ as program
 from benchmarks import steps
 from benchmarks.contenders import DDP, FSDP2, HWFSDP, UNSHARDED
-from benchmarks.limit import TRANSPORTS
 from benchmarks.records import Check, Record, Spread, load, of_part, save
 from benchmarks.report import tables, verdict
 from benchmarks.timing import take_turns, timed
@@ -37,28 +36,15 @@ def records() -> list[Record]:
 
 
 @pytest.mark.long
-def test_every_part_has_its_cases_and_steps_compare_everybody(records):
-    def cases(part, name):
-        return [record.case[name] for record in of_part(records, part)]
-
-    assert cases("steps", "kind") == ["fwd+bwd", "full step"]
+def test_every_part_has_its_cases_and_parts_add_up(records):
+    parts = {"steps", "limit", "scaling", "overhead", "recording", "memory", "gpu", "profile"}
+    assert {record.part for record in records} == parts
+    scaled = [(record.case["axis"], (record.case["at"],)) for record in of_part(records, "scaling")]
+    assert scaled == list(POINTS.items())
+    assert [record.case["kind"] for record in of_part(records, "gpu")] == ["fwd+bwd", "issue", "peak"] * 3
     for record in of_part(records, "steps"):
         assert {HWFSDP, FSDP2, DDP, UNSHARDED} <= set(record.values)
         assert record.checks["hwfsdp / FSDP2"].target is not None
-    assert list(zip(cases("scaling", "axis"), cases("scaling", "at"), strict=True)) == [
-        (axis, point) for axis, points in POINTS.items() for point in points
-    ]
-    assert set(cases("recording", "kind")) == {recording.STEP, recording.PROCESSOR, recording.AROUND}
-    assert cases("gpu", "kind") == ["fwd+bwd", "issue", "peak"] * 3
-    assert cases("limit", "transport") == list(TRANSPORTS)
-
-
-@pytest.mark.long
-def test_limits_profiles_and_peaks_add_up(records):
-    for spreads in (record.values for record in of_part(records, "limit")):
-        compute, moved = spreads["compute"].median, spreads["collectives"].median
-        assert spreads["overlapped"].median == max(compute, moved)
-        assert spreads["one after the other"].median == pytest.approx(compute + moved)
     (profiled,), (memory,) = of_part(records, "profile"), of_part(records, "memory")
     parts = [spread.median for name, spread in profiled.values.items() if name != "step"]
     assert sum(parts) == pytest.approx(profiled.values["step"].median)
@@ -85,9 +71,6 @@ def test_a_counter_sees_the_peak_and_storages_that_come_and_go():
 def test_checkpoints_are_compared_by_time_and_memory():
     times, memory = checkpoints.run(1, total=1 << 20)
     assert {f"{what}, hwfsdp / DCP" for what in checkpoints.TARGETS} == set(times.checks)
-    assert {f"{who}, {what}" for who in ("hwfsdp", "DCP") for what in checkpoints.TARGETS} == set(
-        memory.values
-    )
     assert all(spread.median >= 0 for spread in [*times.values.values(), *memory.values.values()])
 
 
@@ -99,15 +82,12 @@ def test_contenders_take_turns_at_going_first():
     assert {name: len(times) for name, times in samples["ms"].items()} == dict.fromkeys("abc", 2)
 
 
-@pytest.mark.parametrize(
-    ("median", "said"),
-    [(0.5, "0.50 ≤ 1 ✓"), (1.004, "1.00 ≤ 1 ✓"), (1.006, "1.01 > 1 MISS"), (1.2, "1.20 > 1 MISS")],
-)
-def test_a_check_meets_its_target_if_the_number_that_it_shows_does(median, said):
-    record = Record("steps", {}, "ms", {}, {"ratio": Check(Spread(median, median, median, 1), 1.0)})
-    [table] = tables([record])
-    assert table.rows == [[said]]
-    assert verdict([record]) == ("1 of 1 targets met." if "✓" in said else "0 of 1 targets met.")
+def test_a_check_meets_its_target_if_the_number_that_it_shows_does():
+    for median, said in [(0.5, "0.50 ≤ 1 ✓"), (1.004, "1.00 ≤ 1 ✓"), (1.006, "1.01 > 1 MISS")]:
+        record = Record("steps", {}, "ms", {}, {"ratio": Check(Spread(median, median, median, 1), 1.0)})
+        [table] = tables([record])
+        assert table.rows == [[said]]
+        assert verdict([record]) == ("1 of 1 targets met." if "✓" in said else "0 of 1 targets met.")
 
 
 def test_a_file_of_results_keeps_the_parts_of_this_machine_that_were_not_measured_again(tmp_path):
@@ -139,5 +119,3 @@ def test_grading_compares_classes_of_several_sizes_with_one_of_one() -> None:
     one, two = grading.run(1, classes=(1, 2), only="13")
     assert (one.case, two.case) == ({"submissions": 1}, {"submissions": 2})
     assert one.checks["memory to that of one"].spread.median == 1.0
-    assert two.checks["largest process [MiB]"].spread.median > 100  # torch alone
-    assert two.checks["of one [s]"].target is None

@@ -40,30 +40,20 @@ BLIND = {**SEES, "gpus": 0}
 LACKS = {"missing": ["torch"]}
 
 
-@pytest.mark.parametrize(
-    ("venv", "own", "dry", "taken"),
-    [
+def test_the_first_python_whose_torch_sees_a_gpu_is_taken_and_without_one_the_way_to_try_it_out_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for venv, own, dry, taken in [
         (SEES, SEES, False, "venv"),
         (BLIND, SEES, False, "own"),
         (None, SEES, False, "own"),
         (BLIND, SEES, True, "venv"),
-        (BLIND, BLIND, False, None),
         (LACKS, LACKS, True, None),
-    ],
-)
-def test_the_first_python_whose_torch_sees_a_gpu_is_taken(
-    venv: Any, own: Any, dry: bool, taken: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(start, "VENV", python(tmp_path, "venv", venv))
-    monkeypatch.setattr(sys, "executable", python(tmp_path, "own", own))
-    assert start.chosen(dry) == (taken and str(tmp_path / taken))
-
-
-def test_a_python_without_a_gpu_is_refused_in_one_line_with_the_way_to_try_it_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(start, "VENV", python(tmp_path, "venv", BLIND))
-    monkeypatch.setattr(sys, "executable", python(tmp_path, "own", LACKS))
+        (BLIND, LACKS, False, None),
+    ]:
+        monkeypatch.setattr(start, "VENV", python(tmp_path, "venv", venv))
+        monkeypatch.setattr(sys, "executable", python(tmp_path, "own", own))
+        assert start.chosen(dry) == (taken and str(tmp_path / taken))
     monkeypatch.setattr(start.shutil, "which", lambda name: None)
     assert start.main([]) == 2
     said = capsys.readouterr()
@@ -71,20 +61,14 @@ def test_a_python_without_a_gpu_is_refused_in_one_line_with_the_way_to_try_it_ou
     assert said.err.count("\n") == 1 and "make gpu DRY=1" in said.err
 
 
-@pytest.mark.parametrize(
-    ("program", "status", "said"),
-    [
-        ("print('3 passed in 1 s'); print('bye')", "held", "3 passed in 1 s"),
-        ("print('first'); raise SystemExit('it broke')", "failed", "first / it broke"),
-        ("print('begun', flush=True)\nwhile True: pass", "late", "begun"),
-    ],
-)
-def test_a_command_holds_fails_or_is_ended_when_time_is_up(
-    program: str, status: str, said: str, tmp_path: Path
-) -> None:
-    seconds = 3.0 if status == "late" else 60.0
-    found = run_step(Step("a step", [sys.executable, "-c", program]), seconds, tmp_path / "log")
-    assert (found["status"], found["said"]) == (status, said)
+def test_a_command_holds_fails_or_is_ended_when_time_is_up(tmp_path: Path) -> None:
+    for program, seconds, status, said in [
+        ("print('3 passed in 1 s'); print('bye')", 60.0, "held", "3 passed in 1 s"),
+        ("print('first'); raise SystemExit('it broke')", 60.0, "failed", "first / it broke"),
+        ("print('begun', flush=True)\nwhile True: pass", 3.0, "late", "begun"),
+    ]:
+        found = run_step(Step("a step", [sys.executable, "-c", program]), seconds, tmp_path / "log")
+        assert (found["status"], found["said"]) == (status, said)
 
 
 @pytest.fixture
@@ -99,21 +83,17 @@ def one_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_large_gpu")
-@pytest.mark.parametrize("part", PARTS)
-def test_on_a_gpu_every_part_runs_the_steps_of_its_dry_run_and_one_gpu_is_enough(
-    part: str, tmp_path: Path
-) -> None:
-    steps, tried = (PARTS[part].steps(device, tmp_path) for device in ("cuda", "cpu"))
-    if part != "speed":
-        assert [step.name for step in steps] == [step.name for step in tried]
-    for step in steps:
-        if not step.command:
-            assert step.name == "two ranks" and "fewer than two GPUs" in step.why
-        elif part != "commands":
-            assert step.environ["CUDA_VISIBLE_DEVICES"] == "0"
-            assert "cuda" in step.command or step.environ.get("HWFSDP_TEST_DEVICE") == "cuda"
-    if part == "sanitizer":
-        assert [step.command[0] for step in steps[1:]] == ["/usr/bin/compute-sanitizer"] * 3
+def test_on_a_gpu_every_part_runs_the_steps_of_its_dry_run_and_one_gpu_is_enough(tmp_path: Path) -> None:
+    for part in PARTS:
+        steps, tried = (PARTS[part].steps(device, tmp_path) for device in ("cuda", "cpu"))
+        if part != "speed":
+            assert [step.name for step in steps] == [step.name for step in tried]
+        for step in steps:
+            if not step.command:
+                assert step.name == "two ranks" and "fewer than two GPUs" in step.why
+            elif part != "commands":
+                assert step.environ["CUDA_VISIBLE_DEVICES"] == "0"
+                assert "cuda" in step.command or step.environ.get("HWFSDP_TEST_DEVICE") == "cuda"
 
 
 def test_the_closed_form_is_right_for_a_stack_of_linear_layers() -> None:
@@ -135,11 +115,9 @@ def test_the_page_says_that_nothing_ran_on_a_gpu_until_something_has(tmp_path: P
     assert json.loads((tmp_path / "gpu.json").read_text()) == dict.fromkeys(("dry", "gpu"), {"races": RESULT})
 
 
-@pytest.mark.parametrize(
-    ("said", "mark"), [("3 of 3 targets met", "✓"), ("1 of 3 targets met", "MISS"), ("3 passed in 1 s", "✓")]
-)
-def test_a_step_that_missed_a_target_has_no_tick(said: str, mark: str) -> None:
-    assert page.mark_of({**STEP, "said": said}) == mark
+def test_a_step_that_missed_a_target_has_no_tick() -> None:
+    for said, mark in [("3 of 3 targets met", "✓"), ("1 of 3 targets met", "MISS"), ("3 passed in 1 s", "✓")]:
+        assert page.mark_of({**STEP, "said": said}) == mark
 
 
 def test_the_page_is_written_from_the_file() -> None:

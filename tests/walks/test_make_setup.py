@@ -45,22 +45,15 @@ def python(folder: Path, code: str) -> str:
     return f"PYTHON={path}"
 
 
-@pytest.mark.parametrize(
-    ("code", "part"),
-    [
+def test_setup_names_the_part_that_python_lacks(checkout: Path) -> None:
+    for code, part in [
         ("sys.version_info = (3, 10, 14)", "needs Python 3.11 or newer"),
         ("sys.modules['venv'] = None", "apt install python3-venv"),
         ("sys.modules['ensurepip'] = None", "apt install python3-venv"),
-    ],
-    ids=["3.10", "no venv", "no ensurepip"],
-)
-def test_setup_names_the_part_that_python_lacks(checkout: Path, code: str, part: str) -> None:
-    done = made(checkout, "setup", python(checkout, code))
-    assert done.returncode and part in done.stderr and "Traceback" not in done.stderr
-    assert not (checkout / ".venv").exists()  # so that another Python can be taken the next time
-
-
-def test_setup_says_plainly_that_there_is_no_python(checkout: Path) -> None:
+    ]:
+        done = made(checkout, "setup", python(checkout, code))
+        assert done.returncode and part in done.stderr and "Traceback" not in done.stderr
+        assert not (checkout / ".venv").exists()  # so that another Python can be taken the next time
     done = made(checkout, "setup", "PYTHON=python3.99")
     assert done.returncode and "there is no python3.99" in done.stderr
 
@@ -77,22 +70,15 @@ def test_a_second_setup_does_nothing_and_needs_no_network(checkout: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, pip finds a build without CUDA by itself")
-@pytest.mark.parametrize(
-    ("words", "installs"),
-    [
-        (["GPUS="], ["--retries 1 --index-url https://download.pytorch.org/whl/cpu torch", "torch"]),
-        (["GPUS=/dev/nvidia0"], ["torch"]),
-        (["GPUS=", "TORCH_ARGS=--pre"], ["--pre torch"]),
-    ],
-    ids=["no GPU", "a GPU", "chosen"],
-)
-def test_setup_takes_the_build_for_the_cpu_if_there_is_no_gpu(
-    words: list[str], installs: list[str], checkout: Path
-) -> None:
-    said = made(checkout, "--dry-run", "setup", "TORCH_SPEC=torch", *words).stdout
-    assert re.findall(r'pip install --quiet +([^"]*"torch")', said) == [
-        f'{each.removesuffix("torch")}"torch"' for each in installs
-    ]
+def test_setup_takes_the_build_for_the_cpu_if_there_is_no_gpu(checkout: Path) -> None:
+    cpu = "--retries 1 --index-url https://download.pytorch.org/whl/cpu "
+    for words, options in [
+        (["GPUS="], [cpu, ""]),
+        (["GPUS=/dev/nvidia0"], [""]),
+        (["GPUS=", "TORCH_ARGS=--pre"], ["--pre "]),
+    ]:
+        said = made(checkout, "--dry-run", "setup", "TORCH_SPEC=torch", *words).stdout
+        assert re.findall(r'pip install --quiet +([^"]*)"torch"', said) == options
 
 
 def test_setup_ends_with_the_build_of_torch_and_the_way_to_another() -> None:

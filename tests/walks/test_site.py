@@ -153,19 +153,14 @@ def test_pages_fit_a_phone_link_the_glossary_and_are_found_again_from_any_addres
         assert tab.run(f"{links}.map(link => link.textContent)") == ["rank", "shard"]
         assert tab.run(f"{links}.every(link => link.title && link.href.includes('glossary.html#term-'))")
         host = address.removesuffix("course/hwfsdp")
-        assert [
-            request for request in tab.requests if not request.startswith((host, "data:", "about:"))
-        ] == []
+        assert all(request.startswith((host, "data:", "about:")) for request in tab.requests)
         tab.open(f"{address}/exercises/01_rows/README.html")
         assert "hwfsdp check 1" in tab.run("document.querySelector('article .admonition').textContent")
         for gone in ("gone.html", "exercises/gone/deep.html"):
             tab.open(f"{address}/{gone}")
             assert tab.run("document.querySelector('h1').textContent") == "There is no such page"
             assert tab.run("document.querySelector('article a').href") == f"{address}/index.html"
-            assert (
-                tab.run("getComputedStyle(document.querySelector('input.search-again')).borderRadius")
-                == "4px"
-            )
+            assert tab.run("document.querySelector('input.search-again') !== null")
 
 
 @pytest.mark.long

@@ -138,29 +138,18 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def lines_of_mypy(folder: Path) -> dict[str, set[int]]:
-    pytest.importorskip("mypy")
     (folder / "mypy.ini").write_text(
         "[mypy]\nstrict = True\nuntyped_calls_exclude = torch\n[mypy-hwfsdp.*]\nignore_errors = True\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--no-error-summary",
-        "--cache-dir",
-        str(ROOT / ".mypy_cache" / "programs"),
-    ]
-    done = said_by([*command, *sorted(path.name for path in folder.glob("*.py"))], folder)
-    lines = [re.match(r"(\w+)\.py:(\d+): error", line) for line in done.splitlines()]
-    assert lines, done
-    return by_program((line[1], int(line[2])) for line in lines if line)
+    options = ["--no-error-summary", "--cache-dir", str(ROOT / ".mypy_cache" / "programs")]
+    done = said_by("mypy", [*options, *sorted(path.name for path in folder.glob("*.py"))], folder)
+    found = re.findall(r"^(\w+)\.py:(\d+): error", done, re.MULTILINE)
+    assert found, done
+    return by_program((name, int(line)) for name, line in found)
 
 
 def lines_of_pyright(folder: Path) -> dict[str, set[int]]:
-    pytest.importorskip("pyright")
-    done = said_by(
-        [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(folder)], folder
-    )
+    done = said_by("pyright", ["--outputjson", "--pythonpath", sys.executable, str(folder)], folder)
     problems = json.loads(done)["generalDiagnostics"]
     return by_program(
         (Path(each["file"]).stem, each["range"]["start"]["line"] + 1)
@@ -169,7 +158,9 @@ def lines_of_pyright(folder: Path) -> dict[str, set[int]]:
     )
 
 
-def said_by(command: list[str], folder: Path) -> str:
+def said_by(checker: str, arguments: list[str], folder: Path) -> str:
+    pytest.importorskip(checker)
+    command = [sys.executable, "-m", checker, *arguments]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environ)
     assert done.returncode in (0, 1), done.stdout + done.stderr
