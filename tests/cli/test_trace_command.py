@@ -21,11 +21,11 @@ from commands import Run, Said, assert_refused
 from matplotlib.figure import Figure
 from models import Model, even, frozen, stem, uneven
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import suites
 from figures import canvas_of, events_of
-from hwfsdp import EventLog, UsageError, fully_shard, launch, record
+from oracles import Training, ours, recorded_steps
+from hwfsdp import EventLog, UsageError, launch
 from hwfsdp.cli import main
 from hwfsdp.observe import log_report
 from hwfsdp.observe.events import Event, Sample
@@ -181,41 +181,22 @@ def test_a_target_that_cannot_be_traced_is_refused_in_one_line(
 # --- Traffic of real runs ----------------------------------------------------------------------------------
 
 
-def sharded(build: Callable[[], Model], **options: Any) -> Model:
-    """Shard each block as a group, then the rest."""
-    model = build()
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def grid(replicas: int, shards: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-
-
-MODELS: dict[str, tuple[Callable[[], Model], list[str]]] = {  # and the strategies that move as much
-    "plain": (lambda: sharded(even), ["ZeRO-3"]),
-    "kept": (lambda: sharded(even, reshard_after_forward=False), ["ZeRO-1", "ZeRO-2"]),
-    "frozen": (lambda: sharded(frozen), ["ZeRO-3"]),
-    "smaller": (lambda: sharded(uneven, reshard_after_forward=2), []),
-    "hybrid": (lambda: sharded(even, mesh=grid(2, 2)), ["HSDP"]),
-    "replicated": (lambda: sharded(stem, mesh=grid(4, 1)), ["DDP"]),
-}
-
-
-def run_step(model: Model) -> EventLog:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    with record() as log:
-        for step in range(2):
-            model(*model.inputs(4, step)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return log
+MODELS: dict[str, tuple[Callable[[], Model], dict[str, Any], list[str]]] = (
+    {  # and strategies that move as much
+        "plain": (even, {}, ["ZeRO-3"]),
+        "kept": (even, {"reshard_after_forward": False}, ["ZeRO-1", "ZeRO-2"]),
+        "frozen": (frozen, {}, ["ZeRO-3"]),
+        "smaller": (uneven, {"reshard_after_forward": 2}, []),
+        "hybrid": (even, {"shape": (2, 2)}, ["HSDP"]),
+        "replicated": (stem, {"shape": (4, 1)}, ["DDP"]),
+    }
+)
 
 
 def run_all() -> dict[str, EventLog]:
     """Return the log of every model on this rank."""
-    return {name: run_step(build()) for name, (build, _) in MODELS.items()}
+    found = {name: Training(build, ours, **options) for name, (build, options, _) in MODELS.items()}
+    return {name: recorded_steps(training) for name, training in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +214,7 @@ def test_a_real_run_moves_the_bytes_of_the_closed_form_and_its_strategy_is_found
     found = examine(EventLog.load(tmp_path / "log.json"))
     assert found.as_expected, (found.measured, found.expected)
     assert found.same_every_step and found.ranks_agree
-    assert [each.strategy for each in found.strategies if each.matches] == MODELS[name][1]
+    assert [each.strategy for each in found.strategies if each.matches] == MODELS[name][2]
     assert "equal" in describe(found, name)
 
 
@@ -313,14 +294,14 @@ def test_a_rank_and_a_step_that_did_less_are_noticed(logs: dict[str, EventLog]) 
 # --- Two logs ------------------------------------------------------------------------------------------------
 
 
+def broadcast(event: Event) -> Event:
+    return replace(event, op="broadcast") if (event.op, event.step) == ("all_reduce", 0) else event
+
+
 CHANGES: list[tuple[Callable[[Event], Event | None], list[str], int]] = [  # ops that differ, first event
     (partial(drop, "reduce_scatter", 1, 1), ["reduce_scatter"], 7),
     (lambda e: replace(e, bytes=8 + e.bytes) if e.op == "all_gather" else e, ["all_gather"], 0),
-    (
-        lambda e: replace(e, op="broadcast") if (e.op, e.step) == ("all_reduce", 0) else e,
-        ["all_reduce", "broadcast"],
-        3,
-    ),
+    (broadcast, ["all_reduce", "broadcast"], 3),
     (lambda e: replace(e, owner="b") if (e.op, e.rank) == ("forward", 1) else e, [], 1),
 ]
 
