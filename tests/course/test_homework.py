@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import ast
 import sys
-import types
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hwfsdp.course import machines, rules, stages, timing
+from hwfsdp.course import rules, stages
 from hwfsdp.course.exercises import find_course
-from hwfsdp.course.facts import homeworks_shard
 
 sys.path.insert(0, str(Path(__file__).parent))
 from suites import fast_are  # noqa: E402
@@ -254,14 +251,3 @@ def test_each_file_earns_the_points_of_the_tasks_that_it_solves(name: str) -> No
     text, wrong = FILES[name]
     found = verdicts(text, "homework", ("shard", "gather") if name == "nothing" else TASKS)
     assert {test: finding.misconception for test, finding in found.items()} == wrong
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_simulated_machine_sees_the_wait_for_an_asynchronous_collective() -> None:
-    program = replace(machines.NARROW, root=False, gain=False)
-    module = types.ModuleType("filled")
-    exec(compile(with_torch(is_async=True), "filled", "exec"), vars(module))
-    step = machines.Step(program, "gpu", machines.stepped(program, "gpu", homeworks_shard(module)))
-    timing.no_races(step)
-    assert sum(step.exposed_us("reduction")) < 0.9 * sum(e.dur_us for e in step.travels("reduction"))
