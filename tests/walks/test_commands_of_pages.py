@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -37,11 +37,16 @@ class Row(NamedTuple):
     first: str = ""
 
 
+def copies(*names: str) -> str:
+    return "; ".join(f"cp trace.json {name}.json" for name in names)
+
+
 RUN = "hwfsdp trace run train.py"
 SIMULATE = "hwfsdp simulate --model llama3-8b"
 OWN = "hwfsdp train --steps 20"
 LOSS = "2 ranks, 20 steps: loss 5.58"
 SUBMISSIONS = "mkdir CLASS; cp -r answers CLASS/ada; cp -r answers CLASS/bob"
+SECRET = "head -c 32 /dev/urandom | base64 > secret.txt"
 GRADE = "hwfsdp grade CLASS --secret secret.txt --out grades"
 CLUSTER = (
     "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id run7"
@@ -52,10 +57,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-if "RANK" in os.environ:
-    dist.init_process_group("gloo")
-else:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+dist.init_process_group("gloo", **alone)
 model = torch.nn.Linear(16, 16)
 fully_shard(model)
 model(torch.ones(2, 16)).sum().backward()
@@ -72,11 +75,7 @@ GROUPS: dict[str, list[Row]] = {
     ],
     "homework": [
         Row("hwfsdp check homework", "Not started, 0 of", 1),
-        Row(
-            "hwfsdp demo --implementation exercises/homework/hw_fsdp.py",
-            "TODO(h1): set sharded_size",
-            1,
-        ),
+        Row("hwfsdp demo --implementation exercises/homework/hw_fsdp.py", "TODO(h1): set sharded_size", 1),
         Row("hwfsdp lab", "0 of 14 solved"),
     ],
     "see": [
@@ -85,22 +84,11 @@ GROUPS: dict[str, list[Row]] = {
         Row(f"{SIMULATE} --gpus 128 --batch 1 --seq 4096 --checkpoint full", "128"),
         Row(f"{SIMULATE} --gpus 256 --batch 1 --seq 2048 --hsdp", "256"),
         Row(f"{RUN} --ranks 4", "train.py: 4 ranks, 2 steps", makes="trace.json"),
-        Row(
-            "hwfsdp trace diff a.json b.json", "A: a.json", first="cp trace.json a.json; cp trace.json b.json"
-        ),
+        Row("hwfsdp trace diff a.json b.json", "A: a.json", first=copies("a", "b")),
     ],
     "grade": [
-        Row(
-            "hwfsdp grade DIR",
-            "Written: ",
-            first="cp -r answers DIR",
-            makes="grades/grades.csv",
-        ),
-        Row(
-            f"{GRADE}",
-            makes="grades/students",
-            first=f"rm -rf grades; {SUBMISSIONS}; head -c 32 /dev/urandom | base64 > secret.txt",
-        ),
+        Row("hwfsdp grade DIR", "Written: ", makes="grades/grades.csv", first="cp -r answers DIR"),
+        Row(GRADE, makes="grades/students", first=f"rm -rf grades; {SUBMISSIONS}; {SECRET}"),
         Row(f"{GRADE} --resume", makes="grades/grades.html"),
         Row("pytest exercises --submission=DIR", " points", 1),
     ],
@@ -124,21 +112,14 @@ GROUPS: dict[str, list[Row]] = {
         Row(f"{RUN} --steps 0.. --timeout 30", "2 ranks, 5 steps"),
         Row("hwfsdp trace export trace.json --to csv", makes="trace.csv"),
         Row(RUN, "2 ranks, 2 steps"),
-        Row(
-            "hwfsdp trace diff last.json every.json",
-            "A: last.json",
-            first="cp trace.json last.json; cp trace.json every.json",
-        ),
+        Row("hwfsdp trace diff last.json every.json", "A: last.json", first=copies("last", "every")),
     ],
     "lab": [
         Row("hwfsdp lab 6 --run", makes="runs/lab"),
         *(Row(f"hwfsdp lab {number} --run") for number in (10, 11, 13, 14)),
     ],
     "own": [
-        *(
-            Row(f"{OWN}{option}", LOSS)
-            for option in ("", " --implementation fsdp2", " --implementation none")
-        ),
+        *(Row(f"{OWN}{which}", LOSS) for which in ("", " --implementation fsdp2", " --implementation none")),
         Row(f"{OWN} --implementation hw_fsdp.py --trace mine.json", LOSS, makes="mine.json"),
         Row("hwfsdp trace export mine.json --to png", makes="mine.timeline.png"),
     ],
@@ -161,11 +142,7 @@ GROUPS: dict[str, list[Row]] = {
         Row(f"{RUN} --ranks 4 -- --lr 1e-4", "train.py: 4 ranks, 2 steps"),
         Row("hwfsdp trace run demo", "5 parameter groups, sharded over 2"),
         Row("hwfsdp trace show trace.json", "6,636,544    6,636,544  equal"),
-        Row(
-            "hwfsdp trace diff before.json after.json",
-            "A: before.json",
-            first="cp trace.json before.json; cp trace.json after.json",
-        ),
+        Row("hwfsdp trace diff before.json after.json", "A: before.json", first=copies("before", "after")),
         Row("hwfsdp trace export trace.json --to png --picture memory", makes="trace.memory.png"),
         Row("hwfsdp trace export trace.json --to html", makes="trace.html"),
         Row(f"{RUN} -- --data shakespeare.txt", "rank 1 raised ValueError: the data ran out at train.py:", 1),
@@ -177,19 +154,17 @@ GROUPS: dict[str, list[Row]] = {
         Row("hwfsdp trace export freed.json kept.json --to html", makes="freed-kept.html"),
     ],
 }
+INSTALLED = (
+    "python -m venv .venv",
+    ".venv/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu",
+    '.venv/bin/pip install -e ".[dev]"',
+    ".venv/bin/hwfsdp demo",
+    "uv venv",
+    'uv pip install --torch-backend cpu -e ".[dev]"',
+)
 NOT_RUN = {  # and why
     "make demo": "make installs into .venv; its recipes are run by continuous integration",
-    **dict.fromkeys(
-        (
-            "python -m venv .venv",
-            ".venv/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu",
-            '.venv/bin/pip install -e ".[dev]"',
-            ".venv/bin/hwfsdp demo",
-            "uv venv",
-            'uv pip install --torch-backend cpu -e ".[dev]"',
-        ),
-        "it installs, or runs what was installed there",
-    ),
+    **dict.fromkeys(INSTALLED, "it installs, or runs what was installed there"),
     "make gpu": "it needs a GPU; tests/walks/test_benchmarks.py makes the dry run",
     'make gpu PARTS="races speed"': "as above",
     "make gpu DRY=1": "as above",
@@ -256,22 +231,11 @@ def test_every_command_of_every_page_has_a_row() -> None:
 
 def run(row: Row, folder: Path) -> str:
     """Run a command. Return its problem, or ""."""
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "XDG_CACHE_HOME": str(folder / "cache"),
-        "COLUMNS": "80",
-    }
-    command = f"{row.first}\n{row.command}" if row.first else row.command
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "80"}
+    how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 900}
+    command = ["bash", "-c", f"{row.first}\n{row.command}"]
+    done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, **how)
     held = done.returncode == row.status and row.says in done.stdout
     held = held and (not row.makes or (folder / row.makes).exists())
     wanted = f"status {row.status}, {row.says!r}, {row.makes or 'no file'}"
