@@ -57,7 +57,7 @@ def test_the_totals_equal_nested_chunks() -> None:
     assert sum(held) == 4 * elements
 
 
-def test_a_model_of_eight_billion_parameters_takes_no_memory_is_exact_and_folds() -> None:
+def test_a_model_of_eight_billion_parameters_takes_no_memory_and_is_exact() -> None:
     found = explain_on_paper(find_builder("llama3-8b"), 512, 511)
     totals = found.explanation.totals
     assert totals.elements == 8_030_261_248  # as published with the model

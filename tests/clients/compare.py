@@ -59,7 +59,7 @@ class Launch(NamedTuple):
         ranks = ["--nproc-per-node", str(self.ranks)]
         command = [*torchrun, *ranks, *PROGRAMS[library], str(folder), self.module, *self.cases]
         environ = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        environ.pop("TORCH_DISTRIBUTED_DEBUG", None)  # set for other tests; it changes the measured times
+        environ.pop("TORCH_DISTRIBUTED_DEBUG", None)  # set for other tests
         torchrun_process = subprocess.Popen(
             command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -71,20 +71,17 @@ class Launch(NamedTuple):
         return said[-6000:]
 
 
+ACCELERATE = ("fp32", "bf16", "accumulation", "activation_checkpointing", "tied", "experts", "lora", "resume")
+ON_ACCELERATE = ("accelerate", "transformers", "peft")
+LIGHTNING = ("trainer", "accumulation", "fabric", "fabric_bf16", "resume")
+TORCHTUNE = ("full", "recomputed", "optimizer_in_backward", "lora")
 LAUNCHES = (
-    Launch(
-        "with_accelerate",
-        ("accelerate", "transformers", "peft"),
-        2,
-        ("fp32", "bf16", "accumulation", "activation_checkpointing", "tied", "experts", "lora", "resume"),
-    ),
-    Launch("with_accelerate", ("accelerate", "transformers", "peft"), 4, ("hybrid",)),
-    Launch("with_transformers", ("transformers", "accelerate", "peft"), 2, ("plain", "bf16", "resume")),
-    Launch(
-        "with_lightning", ("lightning",), 2, ("trainer", "accumulation", "fabric", "fabric_bf16", "resume")
-    ),
+    Launch("with_accelerate", ON_ACCELERATE, 2, ACCELERATE),
+    Launch("with_accelerate", ON_ACCELERATE, 4, ("hybrid",)),
+    Launch("with_transformers", ON_ACCELERATE, 2, ("plain", "bf16", "resume")),
+    Launch("with_lightning", ("lightning",), 2, LIGHTNING),
     Launch("with_torchtitan", ("torchtitan",), 2, ("dense", "expert_parallel")),
-    Launch("with_torchtune", ("torchtune",), 2, ("full", "recomputed", "optimizer_in_backward", "lora")),
+    Launch("with_torchtune", ("torchtune",), 2, TORCHTUNE),
 )
 
 
@@ -104,19 +101,6 @@ def differences(theirs: list[Watched], ours: list[Watched]) -> Iterator[str]:
                     yield f"rank {rank}, step {number}, {what}: {one} with torch's FSDP2, {other} with ours"
 
 
-def step_time(watched: Watched) -> float:
-    """Return the seconds of the fastest step. Warm-up and other programs on the machine only add time.
-
-    A step begins with a loss. Its optimizer may be called several times, for example for each parameter in backward.
-    """
-    seconds: list[float] = []
-    for step in watched.steps:
-        if step.losses or not seconds:
-            seconds.append(0.0)
-        seconds[-1] += step.seconds
-    return min(seconds)
-
-
 def rows() -> Iterator[tuple[str, ...]]:
     """Yield the cells of a row for each case that the last tests ran with both libraries."""
     for launch in LAUNCHES:
@@ -124,9 +108,8 @@ def rows() -> Iterator[tuple[str, ...]]:
             theirs, ours = (launch.watched(library, case) for library in PROGRAMS)
             if not theirs or not ours:
                 continue
-            compared = sum(
-                len(getattr(step, what)) for each in theirs for step in each.steps for what in WHAT
-            )
+            steps = [step for each in theirs for step in each.steps]
+            compared = sum(len(getattr(step, what)) for step in steps for what in WHAT)
             unequal = len([*differences(theirs, ours)])
             equal = f"{unequal} lists differ" if unequal else f"{compared:,} tensors"
             yield theirs[0].client, theirs[0].says, str(launch.ranks), equal

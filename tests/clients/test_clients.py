@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from compare import LAUNCHES, PROGRAMS, Launch, differences, step_time
+from compare import LAUNCHES, PROGRAMS, Launch, differences
 from watch import Step, Watched, fingerprint
 
 CASES = [
@@ -27,16 +27,13 @@ def said(launch: Launch) -> dict[str, str]:
 @pytest.mark.parametrize(("launch", "case"), CASES)
 def test_a_client_trains_as_with_torchs_fsdp2(launch: Launch, case: str) -> None:
     if launch.missing:
-        pytest.skip(
-            f"{', '.join(launch.missing)} not installed: `make clients` installs it and runs these tests"
-        )
+        pytest.skip(f"{', '.join(launch.missing)} not installed: run `make clients`")
     outputs = said(launch)
     theirs, ours = (launch.watched(library, case) for library in PROGRAMS)
     assert theirs, outputs["torch"]
     assert ours, outputs["hwfsdp"]
     assert all(each.steps and each.sharded_by.startswith("torch.") for each in theirs)
     assert all(each.steps and each.sharded_by.startswith("hwfsdp.") for each in ours)
-    print(f"fastest step: {step_time(ours[0]) / step_time(theirs[0]):.2f} of the time with torch's FSDP2")
     assert [*differences(theirs, ours)] == []
 
 

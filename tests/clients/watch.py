@@ -16,7 +16,6 @@ import importlib
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -35,12 +34,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 @dataclass
 class Step:
-    """Fingerprints of a rank's tensors after an optimizer step, and the seconds since the last step, without the watcher's own time."""
+    """Fingerprints of a rank's tensors after an optimizer step."""
 
     losses: list[str]
     gradients: list[str]
     parameters: list[str]
-    seconds: float = 0.0
 
 
 @dataclass
@@ -74,7 +72,6 @@ def home_of_sharded_modules() -> str:
 def watching(watched: Watched) -> Iterator[None]:
     """Record every loss and every optimizer step in the `with` block."""
     losses: list[str] = []
-    ended = time.perf_counter()
     backward = torch.autograd.backward
 
     def noting_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,15 +79,12 @@ def watching(watched: Watched) -> Iterator[None]:
         backward(tensors, *args, **kwargs)
 
     def after(optimizer: Optimizer, *_: Any) -> None:
-        nonlocal ended
-        seconds = time.perf_counter() - ended
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters]
-        step = Step([*losses], [*map(fingerprint, gradients)], [*map(fingerprint, parameters)], seconds)
+        step = Step([*losses], [*map(fingerprint, gradients)], [*map(fingerprint, parameters)])
         watched.steps.append(step)
         losses.clear()
         watched.sharded_by = home_of_sharded_modules()
-        ended = time.perf_counter()
 
     hook = register_optimizer_step_post_hook(after)
     with mock.patch("torch.autograd.backward", noting_backward):

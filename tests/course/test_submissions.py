@@ -24,7 +24,7 @@ def under(folder: str) -> dict[str, str]:
 
 
 LAYOUTS: list[dict[str, str]] = [
-    BOTH,
+    BOTH | {"second.py": "no"},
     under("exercises"),
     {"ada lovelace/fsdp/my_fsdp.py": RIGHT, "ada lovelace/fsdp/second.py": "x = 1\n"},
     under("work/exercises") | {"work/solutions/my_fsdp.py": "no", "my_fsdp.py": "no"},

@@ -165,26 +165,20 @@ def test_pages_fit_a_phone_link_the_glossary_and_are_found_again_from_any_addres
 
 @pytest.mark.long
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium")
-def test_a_phone_shows_stacked_tables_and_narrow_pictures(address: str, tmp_path: Path) -> None:
+def test_a_phone_shows_stacked_tables_and_an_exercise_with_a_narrow_picture_that_plays_its_step(
+    address: str, tmp_path: Path
+) -> None:
     with browser(tmp_path) as tab:
         tab.look(400, 900)
         tab.open(f"{address}/howto.html")
         before = "[...document.querySelectorAll('.stacked td')].map(cell => getComputedStyle(cell, '::before').content)"
         assert tab.run(before) == ['""', '"what: "', '"why: "', '"one"', '"what: "', "none"]
         shown = "[...document.querySelectorAll('article img')].filter(img => img.clientWidth).map(img => img.src.includes('_phone'))"
-        for width, narrow in ((400, [True]), (1280, [False])):
+        for width, narrow in ((1280, [False]), (400, [True])):
             tab.look(width, 900)
             tab.open(f"{address}/exercises/09_forward_prefetch/README.html")
             assert tab.run(shown) == narrow
             assert tab.run("(p => p.scrollWidth - p.clientWidth)(document.querySelector('p.picture'))") == 0
-
-
-@pytest.mark.long
-@pytest.mark.skipif(find_browser() is None, reason="no Chromium")
-def test_an_exercise_asks_for_predictions_and_plays_its_step(address: str, tmp_path: Path) -> None:
-    with browser(tmp_path) as tab:
-        tab.look(400, 900)
-        tab.open(f"{address}/exercises/09_forward_prefetch/README.html")
         assert tab.run("document.querySelectorAll('#predict textarea.prediction').length") == 2
         assert not any("/players/" in request for request in tab.requests)
         tab.run("document.querySelector('details.player').open = true")
@@ -237,19 +231,17 @@ def test_players_of_the_reference_show_no_code(monkeypatch: pytest.MonkeyPatch) 
         assert data["functions"] == {} and data["logs"][0]["predicted"]
 
 
-REMOTES = {
-    "git@github.com:ada/hwfsdp.git": "https://github.com/ada/hwfsdp",
-    "https://ada:secret@git.example.org/course/hwfsdp.git": "https://git.example.org/course/hwfsdp",
-    "ssh://git@git.example.org:2222/course/hwfsdp": "https://git.example.org/course/hwfsdp",
-    "/home/ada/hwfsdp": "",
-    "": "",
-}
-
-
 def test_the_footer_names_the_repository_without_a_user_or_a_password(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     from finish import web_address
 
-    assert {remote: web_address(remote) for remote in REMOTES} == REMOTES
+    for remote, address in {
+        "git@github.com:ada/hwfsdp.git": "https://github.com/ada/hwfsdp",
+        "https://ada:secret@git.example.org/course/hwfsdp.git": "https://git.example.org/course/hwfsdp",
+        "ssh://git@git.example.org:2222/course/hwfsdp": "https://git.example.org/course/hwfsdp",
+        "/home/ada/hwfsdp": "",
+        "": "",
+    }.items():
+        assert web_address(remote) == address

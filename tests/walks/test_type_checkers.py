@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -122,14 +121,12 @@ name: str = checkpoint.load({"step": torch.zeros(())}, "run")  # wrong
 """
 
 
-def marked(program: str) -> set[int]:
-    """Return the lines on which the program says that they are wrong."""
-    return {n for n, line in enumerate(program.splitlines(), 1) if line.endswith("# wrong")}
+Lines = set[tuple[str, int]]  # a program, and the number of a line of it
 
 
 @pytest.fixture(scope="module", params=["mypy", "pyright"])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[int]]:
-    """Return for each program the lines in which the type checker finds a mistake."""
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    """Return the lines in which the type checker finds a mistake."""
     folder = tmp_path_factory.mktemp("programs")
     ours = re.sub(r"from torch\.distributed\.fsdp import", "from hwfsdp import", FSDP2)
     for name, program in {"torchs": FSDP2, "drop_in": ours, "ours": OURS, "wrong": WRONG}.items():
@@ -137,7 +134,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return {"mypy": lines_of_mypy, "pyright": lines_of_pyright}[request.param](folder)
 
 
-def lines_of_mypy(folder: Path) -> dict[str, set[int]]:
+def lines_of_mypy(folder: Path) -> Lines:
     (folder / "mypy.ini").write_text(
         "[mypy]\nstrict = True\nuntyped_calls_exclude = torch\n[mypy-hwfsdp.*]\nignore_errors = True\n"
     )
@@ -145,17 +142,13 @@ def lines_of_mypy(folder: Path) -> dict[str, set[int]]:
     done = said_by("mypy", [*options, *sorted(path.name for path in folder.glob("*.py"))], folder)
     found = re.findall(r"^(\w+)\.py:(\d+): error", done, re.MULTILINE)
     assert found, done
-    return by_program((name, int(line)) for name, line in found)
+    return {(program, int(line)) for program, line in found}
 
 
-def lines_of_pyright(folder: Path) -> dict[str, set[int]]:
+def lines_of_pyright(folder: Path) -> Lines:
     done = said_by("pyright", ["--outputjson", "--pythonpath", sys.executable, str(folder)], folder)
-    problems = json.loads(done)["generalDiagnostics"]
-    return by_program(
-        (Path(each["file"]).stem, each["range"]["start"]["line"] + 1)
-        for each in problems
-        if each["severity"] == "error"
-    )
+    problems = [each for each in json.loads(done)["generalDiagnostics"] if each["severity"] == "error"]
+    return {(Path(each["file"]).stem, each["range"]["start"]["line"] + 1) for each in problems}
 
 
 def said_by(checker: str, arguments: list[str], folder: Path) -> str:
@@ -167,12 +160,6 @@ def said_by(checker: str, arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def by_program(places: Iterable[tuple[str, int]]) -> dict[str, set[int]]:
-    lines: dict[str, set[int]] = {}
-    for program, line in places:
-        lines.setdefault(program, set()).add(line)
-    return lines
-
-
-def test_type_checkers_find_every_mistake_and_no_other(found: dict[str, set[int]]) -> None:
-    assert found == {"wrong": marked(WRONG)}
+def test_type_checkers_find_every_mistake_and_no_other(found: Lines) -> None:
+    lines = enumerate(WRONG.splitlines(), 1)
+    assert found == {("wrong", number) for number, line in lines if line.endswith("# wrong")}
