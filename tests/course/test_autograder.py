@@ -36,9 +36,6 @@ def test_the_image_copies_what_is_there_and_installs_what_the_package_offers() -
     setup.read(ROOT / "setup.cfg")
     (extra,) = [match[1] for line in lines if (match := re.search(r'"/course\[(\w+)\]"', line))]
     assert extra in setup["options.extras_require"]
-    assert (
-        sum(len((FILES / name).read_text().splitlines()) for name in ("Dockerfile", "run_autograder")) <= 60
-    )
 
 
 def run_autograder(folder: Path, student: str, platform: str, **environ: str) -> Path:
@@ -50,14 +47,8 @@ def run_autograder(folder: Path, student: str, platform: str, **environ: str) ->
     (folder / "course").mkdir()
     (folder / "course" / "hwfsdp").symlink_to(Path(hwfsdp.__file__).parent)
     shutil.copytree(SMALL, folder / "course" / "exercises")
-    given = {
-        **os.environ,
-        "ROOT": str(folder),
-        "COURSE": str(folder / "course"),
-        "PYTHON": sys.executable,
-        **environ,
-    }
-    subprocess.run([FILES / "run_autograder"], cwd=folder / place, env=given, timeout=200)
+    given = {"ROOT": str(folder), "COURSE": str(folder / "course"), "PYTHON": sys.executable, **environ}
+    subprocess.run([FILES / "run_autograder"], cwd=folder / place, env=os.environ | given, timeout=200)
     return folder / result
 
 
