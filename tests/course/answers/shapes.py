@@ -21,7 +21,9 @@ from mutants import extract
 
 RIGHT = "right"
 SOLUTION = Path(__file__).parents[3] / "solutions" / "my_fsdp.py"
-SHARED = "padded_rows rows_of ring_all_gather ring_reduce_scatter pass_on replicate traffic tree_map tree_leaves"
+SHARED = (
+    "padded_rows rows_of ring_all_gather ring_reduce_scatter pass_on replicate traffic tree_map tree_leaves"
+)
 
 
 class Edit(NamedTuple):
