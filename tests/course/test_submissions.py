@@ -83,6 +83,22 @@ def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
         assert collected(tmp_path / "a", tmp_path / "out").problems
 
 
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("doejane_123_4567_my_fsdp.py", "my_fsdp.py"),
+        ("doejane_123_4567_my_fsdp-1.py", "my_fsdp.py"),  # handed in again
+        ("doejane_LATE_123_4567_Second-12.py", "02_second/second.py"),
+        ("notmy_fsdp.py", ""),
+        ("doejane_123_4567_my_fsdp.py.txt", ""),
+    ],
+)
+def test_a_single_file_as_canvas_names_it_is_a_submission(name: str, target: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(RIGHT)
+    (found,) = submissions.find([tmp_path], JUDGED)
+    assert list(collected(found.path, tmp_path / "out").files) == [target] * bool(target)
+
+
 def test_another_kind_of_file_is_named(tmp_path: Path) -> None:
     for content, words in [
         (b"", "an empty file"),
