@@ -1,4 +1,7 @@
-"""Modules that call themselves, backwards inside forwards, and forwards that wait for their backwards: gradients of the plain model."""
+"""Modules that call themselves, hand on or change their inputs, run backwards in forwards; and forwards that wait for their backwards.
+
+The oracle is the plain model on the same rows: every rank has the same inputs.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hwfsdp import fully_shard, launch, register_fsdp_forward_method, share_comm_ctx
-from oracles import ours
+from hwfsdp import fully_shard, launch, record, register_fsdp_forward_method, share_comm_ctx
+from oracles import other_gradients, ours
 from together import Together
 
 
@@ -110,10 +113,6 @@ def inputs(number: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
 
 
-def one_backward(model: Any) -> None:
-    model(inputs(0)).square().sum().backward()
-
-
 def two_pending(model: Any) -> None:
     losses = [model(inputs(number)).square().sum() for number in range(2)]
     for loss in losses:
@@ -138,9 +137,7 @@ def of_all_kept(model: Any) -> None:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
     "forward methods in the root's forward": (Autoencoder, one_after_the_other),
     "forward methods in a forward": (lambda: Around(Autoencoder()), one_after_the_other),
-    "a root that calls itself": (Tree, one_after_the_other),
     "a module that calls itself": (lambda: Around(Tree()), two_pending),
-    "a backward in the root's forward": (Force, one_after_the_other),
     "a backward in a forward": (lambda: Around(Force()), two_pending),
     "two pending forwards through unknown objects": (lambda: AroundHides(Hides()), two_pending),
     "a module that runs twice": (lambda: Around(Keeps(), runs=2), one_after_the_other),
@@ -149,7 +146,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
 
 
 def wrong_gradients(case: str, layers: bool) -> list[str]:
-    """Name the gradients that differ from the plain model's. Every rank has the same inputs. `layers`: each layer is a group, too."""
+    """Return the gradients that differ from the plain model's. `layers`: each layer is a group, too."""
     make, run = CASES[case]
     torch.manual_seed(0)
     plain = make()
@@ -162,20 +159,77 @@ def wrong_gradients(case: str, layers: bool) -> list[str]:
         register_fsdp_forward_method(inner, name)
     for each in (plain, model):
         run(each)
-    grads = [None if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
-    return [
-        f"{name}: {grad} instead of {p.grad}"
-        for (name, p), grad in zip(plain.named_parameters(), grads, strict=True)
-        if (p.grad is None) != (grad is None)
-        or p.grad is not None
-        and not torch.allclose(grad, p.grad, 1e-4, 1e-5)
-    ]
+    return other_gradients(model, plain)
 
 
 two = Together(2)
 for _case in CASES:
     for _layers in (False, True):
         two.add(f"{_case}, {_layers}", functools.partial(wrong_gradients, _case, _layers), [])
+
+
+# --- Modules that return their input, change it, or take several ---------------------------------------------
+
+
+class HandingOn(nn.Module):
+    """A block that returns its input and its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, made: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return x, self.inner(x if made is None else x + made).tanh()
+
+
+class ChangingInPlace(HandingOn):
+    """A block that first changes its input in place."""
+
+    def forward(self, x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        return (self.inner(x.mul_(2.0)) * 0.5,)
+
+
+class Chain(nn.Module):
+    """Blocks in sequence. Each takes the outputs of the one before."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList([block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        passed: tuple[Tensor, ...] = (self.first(x),)
+        for block in self.blocks:
+            passed = block(*passed)
+        return sum(tensor.sum() for tensor in passed)
+
+
+def wrong_turns(block: type[nn.Module]) -> list[Any]:
+    """Return wrong gradients, and wrong orders of collectives: each group is gathered before it is reduced, once."""
+    torch.manual_seed(0)
+    plain = Chain(block)
+    model: Any = copy.deepcopy(plain)
+    for module in (*model.blocks, model):
+        ours(module)
+    for each in (plain, model):
+        with record() as log:
+            each(inputs(0)).backward()
+    called = [(e.op, e.owner) for e in log.collectives() if e.phase == "backward"]
+    gathers = [owner for op, owner in called if op == "all_gather"]
+    reductions = [owner for op, owner in called if op == "reduce_scatter"]
+    right = gathers == ["blocks.2", "blocks.1", "blocks.0"]
+    if block is ChangingInPlace:  # reduced when the backward ends (`watch`, Note [Inputs changed in place])
+        right &= sorted(reductions) == ["Chain", *sorted(gathers)]
+    else:
+        right &= reductions == [*gathers, "Chain"]
+    right &= all(called.index(("all_gather", g)) < called.index(("reduce_scatter", g)) for g in gathers)
+    return other_gradients(model, plain) + [called] * (not right)
+
+
+for _block in (HandingOn, ChangingInPlace):
+    two.add(_block.__name__, functools.partial(wrong_turns, _block), [])
+
+
+# --- Meshes and contexts -------------------------------------------------------------------------------------
 
 
 @two.finds(3)

@@ -152,6 +152,12 @@ class Trace:
         tensors = {name: tensor for name, tensor in self.tensors.items() if "(local)" not in name}
         return Trace({name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()})
 
+    def keep_grads(self, model: nn.Module) -> Trace:
+        """Keep the gradients of a model. Return this trace."""
+        for name, param in model.named_parameters():
+            self.keep(f"grad {name}", param.grad)
+        return self
+
     def whole(self) -> Trace:
         """Remove everything that depends on the rank: gather DTensors, and replace each loss by its mean over the ranks."""
         trace = self.gathered()
@@ -234,8 +240,7 @@ class Training:
         return loss
 
     def keep_grads(self) -> None:
-        for name, param in self.model.named_parameters():
-            self.trace.keep(f"grad {name}", param.grad)
+        self.trace.keep_grads(self.model)
 
     def keep_local_grads(self) -> None:
         """Keep this rank's gradients so far. The comparison with the unsharded model leaves them out."""
@@ -449,6 +454,11 @@ def differences(got: Trace, expected: Trace, rtol: float, atol: float) -> list[s
         elif not (torch.equal(a, b) if rtol == atol == 0 else torch.allclose(a, b, rtol, atol)):
             found.append(f"{name}: off by up to {(a - b).abs().max().item():.3g}")
     return sorted(found)
+
+
+def other_gradients(model: nn.Module, plain: nn.Module) -> list[str]:
+    """Describe which gradients of a sharded model differ from a plain one's. Each rank ran the plain model on its own rows."""
+    return differences(Trace().keep_grads(model).gathered(), Trace().keep_grads(plain), 1e-4, 1e-5)
 
 
 def local_part(tensor: Tensor) -> Tensor:
