@@ -11,7 +11,7 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -23,23 +23,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hwfsdp
 import models
-import suites
 from hwfsdp import launch, record
 from hwfsdp.core.sharding import padded_local_numel
 from oracles import (
     BF16_FP32,
-    BITS,
     Case,
     Library,
     Promises,
     Tolerance,
     Training,
     accumulate,
-    against_fsdp2,
     by_columns,
     ours,
     theirs,
     train,
+    unequal,
 )
 
 LIBRARIES = (ours, theirs)
@@ -74,24 +72,19 @@ def change_between_forward_and_backward(training: Training) -> None:
     training.keep_params()
 
 
-SCENARIOS: dict[str, Callable[[Training], None]] = {
-    "accumulated, stay whole": functools.partial(accumulate, pattern="nnb", stay_whole=True, say_last=True),
-    "changed between forward and backward": change_between_forward_and_backward,
-}
-BUILDS: dict[str, Callable[[], models.Model]] = {
-    "even": models.even,
-    "uneven": models.uneven,
-}
+accumulated = functools.partial(accumulate, pattern="nnb", stay_whole=True, say_last=True)
 
 
-def over(number: int, build: Any, scenario: Any = train, how: str = "blocks", **options: Any) -> Case:
-    return Case(build, scenario, how, {"reshard_after_forward": number, **options})
+def over_two(build: Any, scenario: Any = train, **options: Any) -> Case:
+    return Case(build, scenario, options={"reshard_after_forward": 2, **options})
 
 
 FEWER: dict[str, Case] = {
-    "even, over 2": over(2, models.even),
-    **{f"uneven, {name}": over(2, models.uneven, scenario) for name, scenario in SCENARIOS.items()},
-    "cut by columns": over(2, models.even, shard_placement_fn=by_columns),
+    "uneven, accumulated, stay whole": over_two(models.uneven, accumulated),
+    "uneven, changed between forward and backward": over_two(
+        models.uneven, change_between_forward_and_backward
+    ),
+    "cut by columns": over_two(models.even, shard_placement_fn=by_columns),
 }
 PROMISES = Promises()
 PROMISES.trains(
@@ -102,7 +95,7 @@ PROMISES.trains(
 )
 PROMISES.trains(
     "larger shards are in the param dtype",
-    {"even, over 2": over(2, models.even, policy=BF16_FP32)},
+    {"even": over_two(models.even, policy=BF16_FP32)},
     ranks=4,
     fsdp2=Tolerance(2e-3, 1e-5),
 )
@@ -111,50 +104,40 @@ PROMISES.trains(
 # --- Over fewer ranks: registered forms --------------------------------------------------------------------
 
 
-def check_registered(build: Callable[[], models.Model]) -> dict[str, list[str]]:
+def check_registered() -> dict[str, list[str]]:
     """Check the registered parameters after a step and another forward, so that the values differ from the initial ones.
 
     Their rows are the chunk of the updated whole. torch 2.13 keeps other rows where they do not divide evenly.
     """
-    trainings, wholes, wrong = [], [], []
-    for library in LIBRARIES:
-        training = Training(build, library, reshard_after_forward=2)
-        training.loss(0).backward()
-        training.optimizer.step()
-        wholes.append({name: p.detach().full_tensor() for name, p in training.model.named_parameters()})
-        training.loss(1)
-        trainings.append(training)
-    mine, reference = (dict(training.model.named_parameters()) for training in trainings)
-    for name, whole in wholes[0].items():
-        a, b = mine[name], reference[name]
-        rows = [*whole.chunk(2), whole[:0]][dist.get_rank() % 2]
+    training, wrong = Training(models.uneven, ours, reshard_after_forward=2), []
+    training.loss(0).backward()
+    training.optimizer.step()
+    wholes = {name: p.detach().full_tensor() for name, p in training.model.named_parameters()}
+    training.loss(1)
+    for name, param in training.model.named_parameters():
+        rows = [*wholes[name].chunk(2), wholes[name][:0]][dist.get_rank() % 2]
         facts = {
-            "kind": isinstance(a, DTensor) and isinstance(a, nn.Parameter),
-            "mesh": a.device_mesh.mesh.tolist() == b.device_mesh.mesh.tolist() == [[0, 1], [2, 3]],
-            "placements": a.placements == b.placements == (Replicate(), Shard(0)),
-            "shape": (a.shape, a.requires_grad) == (b.shape, b.requires_grad),
-            "rows": a.to_local().shape == rows.shape and torch.equal(a.to_local(), rows),
-            "rows of FSDP2": build is models.uneven or torch.equal(a.to_local(), b.to_local()),
-            "whole": torch.equal(a.full_tensor(), whole),
+            "kind": isinstance(param, nn.Parameter) and param.requires_grad,
+            "mesh": param.device_mesh.mesh.tolist() == [[0, 1], [2, 3]],
+            "placements": param.placements == (Replicate(), Shard(0)),
+            "rows": param.to_local().shape == rows.shape and torch.equal(param.to_local(), rows),
+            "whole": torch.equal(param.full_tensor(), wholes[name]),
         }
         wrong += [f"{what} of {name}" for what, holds in facts.items() if not holds]
     return {"facts": wrong}
 
 
 PROMISES.add(
-    "after forward a parameter is a DTensor on the smaller mesh",
-    {name: functools.partial(check_registered, BUILDS[name]) for name in ("even", "uneven")},
-    ranks=4,
+    "after forward a parameter is a DTensor on the smaller mesh", {"uneven": check_registered}, ranks=4
 )
 
 
 # --- Over fewer ranks: traffic -----------------------------------------------------------------------------
 
 
-def gathers(build: Callable[[], models.Model], unshard_in_backward: bool = True) -> list[list[int]]:
+def gathers() -> list[list[int]]:
     """Return the bytes that the first block gathers in the forward and in the backward of the second step."""
-    training = Training(build, ours, reshard_after_forward=2)
-    training.model.blocks[0].set_unshard_in_backward(unshard_in_backward)
+    training = Training(models.Branching, ours, reshard_after_forward=2)
     training.loss(0).backward()
     with record() as log:
         training.loss(1).backward()
@@ -182,19 +165,17 @@ def gathered_after_the_setting_changed() -> list[int]:
     return [event.bytes for event in log.select("all_gather", owner="blocks.0")]
 
 
-def whole_block(build: Callable[[], models.Model], ranks: int) -> list[int]:
+def whole_block(ranks: int) -> list[int]:
     """Return the bytes of a gather of the first block over this many ranks."""
-    shapes = [param.shape for param in build().blocks[0].parameters()]
+    shapes = [param.shape for param in models.Branching().blocks[0].parameters()]
     return [4 * ranks * sum(padded_local_numel(shape, ranks) for shape in shapes)]
 
 
 def traffic() -> dict[str, list[str]]:
-    """Check the bytes of gathers. An embedding without unshard in backward gathers nothing there."""
     first, second = gathered_after_the_setting_changed()
     facts = {
-        "forward over all ranks, backward over the smaller group": gathers(models.Branching)
-        == [whole_block(models.Branching, 4), whole_block(models.Branching, 2)],
-        "embedding": gathers(models.Embedded, False) == [whole_block(models.Embedded, 4), []],
+        "forward over all ranks, backward over the smaller group": gathers()
+        == [whole_block(4), whole_block(2)],
         "over all ranks again after a change": first == second,
         "larger shards are freed": larger_shard_is_freed_when_the_parameter_is_whole(),
     }
@@ -307,21 +288,11 @@ def test_registered_parameters_have_fsdp2s_form_after_any_sequence_of_calls(
     world_size, how, reshard_after_forward
 ):
     for mine, reference in all_forms(world_size)[how, repr(reshard_after_forward)]:
-        assert list(mine) == list(reference)
         for turn in reference:
+            assert list(mine[turn]) == list(reference[turn]), "the order of names"
             # FSDP2 leaves the root whole after a forward that no backward can follow
             is_root_whole = reshard_after_forward is None and turn == "after a forward without gradients"
             assert mine[turn] == reference["wrapped" if is_root_whole else turn], turn
-
-
-def test_names_and_their_order_are_the_same_in_every_form():
-    names = [name for name, _ in models.stem().named_parameters()]
-    for turns in all_forms(4)["blocks", "2"]:
-        *turns_of_forms, _ = turns[0].items()
-        for turn, found in turns_of_forms:
-            assert [*found][:-1] == names, turn
-        forms_seen = {found[name] for _, found in turns_of_forms for name in names}
-        assert len(forms_seen) == 3
 
 
 # --- By hand, in any order ---------------------------------------------------------------------------------
@@ -365,54 +336,37 @@ def sequences(longest: int) -> list[tuple[str, ...]]:
     return [s for n in range(1, longest + 1) for s in itertools.product(OPERATIONS, repeat=n)]
 
 
-def differing(
-    runs: dict[tuple[str, ...], list[list[Any]]], tolerance: Tolerance = BITS
-) -> list[tuple[str, ...]]:
-    """Return the sequences after which registered forms or gradients differ from FSDP2's."""
-    return [
-        sequence
-        for sequence, (mine, reference) in runs.items()
-        if mine[:-1] != reference[:-1]
-        or not all(torch.allclose(mine[-1][name], grad, *tolerance) for name, grad in reference[-1].items())
-    ]
+def as_fsdp2_by_hand(in_between: bool) -> dict[str, list[str]]:
+    """Compare registered forms and gradients. The operations come before the first forward, or between a forward and its backward."""
 
-
-def crashes_fsdp2(sequence: tuple[str, ...]) -> bool:
-    """Return True if the shards are put back while a gather over the smaller mesh is in flight."""
-    return "start" in sequence and "reshard" in sequence[sequence.index("start") :]
-
-
-@pytest.mark.parametrize(
-    "in_between, world_size, reshard_after_forward",
-    [(False, 2, True), (True, 2, True), suites.long(True, 4, 2)],
-)
-def test_gathering_and_freeing_by_hand_works_as_in_fsdp2(in_between, world_size, reshard_after_forward):
-    """The operations come before the first forward, or between a forward and its backward."""
-
-    def new(library: Library) -> Training:
+    def new() -> list[Training]:
         build = models.even if in_between else models.uneven
-        return Training(build, library, reshard_after_forward=reshard_after_forward)
+        return [Training(build, library, reshard_after_forward=True) for library in LIBRARIES]
 
-    def on_a_rank() -> Any:
-        trainings, found = [new(library) for library in LIBRARIES], {}
-        for sequence in sequences(2):
-            if world_size == 4 and crashes_fsdp2(sequence):
-                continue
-            if not in_between:
-                trainings = [new(library) for library in LIBRARIES]
-            found[sequence] = [by_hand(training, sequence, in_between) for training in trainings]
-        return differing(found, against_fsdp2(world_size))
+    trainings, wrong = new(), []
+    for sequence in sequences(2):
+        trainings = trainings if in_between else new()
+        mine, reference = (by_hand(training, sequence, in_between) for training in trainings)
+        if mine[:-1] != reference[:-1] or unequal(mine[-1], reference[-1]):
+            wrong.append(str(sequence))
+    return {"FSDP2": wrong}
 
-    assert launch(on_a_rank, world_size, timeout=200) == [[]] * world_size
+
+PROMISES.add(
+    "gathering and freeing by hand works as in FSDP2",
+    {
+        "before the first forward": functools.partial(as_fsdp2_by_hand, False),
+        "between forward and backward": functools.partial(as_fsdp2_by_hand, True),
+    },
+)
 
 
 def put_back() -> dict[str, list[str]]:
     """Put shards back while a gather is in flight. torch 2.13 fails there, so the oracle is a step without operations by hand."""
     training = Training(models.uneven, ours, reshard_after_forward=2)
     plain = by_hand(training, (), in_between=True)[-1]
-    among = [s for s in sequences(3) if crashes_fsdp2(s)]
-    found = {s: by_hand(training, s, in_between=True)[-1] for s in among}
-    wrong = [s for s in among if not all(torch.equal(found[s][name], plain[name]) for name in plain)]
+    in_flight = [s for s in sequences(3) if "start" in s and "reshard" in s[s.index("start") :]]
+    wrong = [s for s in in_flight if unequal(by_hand(training, s, in_between=True)[-1], plain)]
     return {"plain": [str(s) for s in wrong]}
 
 
