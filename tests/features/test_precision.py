@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from hwfsdp import fully_shard, launch
 from hwfsdp.features.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from hwfsdp.core.precision import cast_floating, map_tensors, resolve_dtypes
+from hwfsdp.core.precision import resolve_dtypes
 
 FLOATING = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 ORIGINALS = [*FLOATING, torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64]
@@ -81,10 +81,3 @@ def test_policies_have_the_fields_and_defaults_of_fsdp2_and_are_frozen_alike(our
     for name in dataclasses.asdict(ours()):
         with pytest.raises(dataclasses.FrozenInstanceError) if frozen else contextlib.nullcontext():
             setattr(ours(), name, None)
-
-
-def test_gradients_pass_through_a_cast_in_the_dtype_of_the_argument() -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    cast_floating({"a": leaf}, torch.bfloat16, map_tensors)["a"].sum().backward()
-    assert leaf.grad is not None
-    assert leaf.grad.dtype == torch.float32
