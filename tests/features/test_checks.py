@@ -79,8 +79,7 @@ def wrong_with(name: str) -> list[str]:
     wrong = [f"not in the message: {word!r}; {message}" for word in said if not word or word not in message]
     if type(found) is not error:
         wrong.append(f"a {type(found).__name__}")
-    if name != "assigning_a_plain_state":  # PyTorch has assigned before anybody is asked
-        wrong += [what for what in before if before[what] != after.get(what)]
+    wrong += [what for what in before if before[what] != after.get(what)]
     if not any(isinstance(p, DTensor) or p.is_meta or p.ndim == 0 for p in model.parameters()):
         wrong += train_plainly(model)
     return wrong
@@ -198,11 +197,6 @@ def a_placement_that_is_no_shard() -> tuple[nn.Module, Action]:
     return shard(shard_placement_fn=lambda param: Replicate())
 
 
-@mistake(UsageError, "dp_mesh_dims", "'dp'", "mesh_dim_names")
-def mesh_dims_that_the_mesh_does_not_have() -> tuple[nn.Module, Action]:
-    return shard(dp_mesh_dims=DataParallelMeshDims("dp"))
-
-
 @mistake(UsageError, "blocks.0.up.weight", "plain tensor", "distribute_module")
 def mesh_dims_for_plain_parameters() -> tuple[nn.Module, Action]:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
@@ -227,13 +221,6 @@ def a_copy_from_above() -> tuple[nn.Module, Action]:
     model = models.stem()
     ours(model.blocks[1])
     return model, lambda: copy.deepcopy(model)
-
-
-@mistake(StateError, "stem.weight", "head.bias", "meta", "to_empty")
-def a_forward_on_meta() -> tuple[nn.Module, Action]:
-    with torch.device("meta"):
-        model = models.stem()
-    return runs(model)
 
 
 @mistake(RefusedError, "'blocks.1'", "torch.float32 and torch.float64", "fully_shard of their own")
@@ -278,12 +265,6 @@ def a_reset_below_the_root() -> tuple[nn.Module, Action]:
     return model, model.blocks[0].reset_iter_state
 
 
-@mistake(UsageError, "weight", "DTensor of shape", "Parameter of shape", "state_dict")
-def assigning_a_plain_state() -> tuple[nn.Module, Action]:
-    model = wrap(models.stem(), ours)
-    return model, lambda: model.load_state_dict(models.stem().state_dict(), assign=True)
-
-
 @functools.cache
 def reports() -> dict[str, list[str]]:
     return launch(lambda: {name: wrong_with(name) for name in MISTAKES}, 1, timeout=60)[0]
@@ -306,18 +287,11 @@ def test_without_a_process_group_the_remedy_is_named():
     assert train_plainly(model) == []
 
 
-def fill(model: nn.Module) -> None:
-    model.to_empty(device="cpu")
-    for param in model.parameters():
-        nn.init.constant_(param.to_local(), 0.1)
-
-
 def shard_rightly(model: nn.Module) -> None:
     wrap(model, ours)
 
 
 REMEDIES: list[tuple[Make, Callable[[nn.Module], Any]]] = [
-    (a_forward_on_meta, fill),
     (trainable_parameters_of_two_dtypes, lambda model: model.to(torch.float32)),
     *[(functools.partial(shard, reshard_after_forward=number), shard_rightly) for number in (3, 0, -1)],
     (a_list_as_root, ours),

@@ -41,13 +41,10 @@ def watch_a_training(reshard_after_forward: bool | None) -> list[str]:
         sharded.append(list(training.model.parameters()))
         training.loss(seed).backward()
         sharded.append(list(training.model.parameters()))
-        training.optimizer.step()
-        training.optimizer.zero_grad()
+        training.update()
         training.model.state_dict()
-        for module in training.model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-                module.reshard()
+        training.model.unshard()
+        training.model.reshard()
     sharded.append(list(training.model.parameters()))
     wrong = [f"{name}: {len(seen)} times" for name, seen in whole.items() if len(seen) != 3]
     wrong += [f"{name}: several whole objects" for name, seen in whole.items() if len({*map(id, seen)}) != 1]
@@ -61,12 +58,10 @@ def a_parameter_is_two_objects_for_life() -> list[str]:
     return [wrong for reshard in (None, True, False) for wrong in watch_a_training(reshard)]
 
 
-@two.finds([True, True, True])
+@two.finds([True, True])
 def both_names_of_a_tied_parameter_show_the_same_object() -> list[bool]:
     model = wrap(models.Transformer(), ours)
     same = [model.head.weight is model.embed.weight]
-    model(*model.inputs(2, 0)).sum().backward()
-    same.append(model.head.weight is model.embed.weight)
     model.unshard()
     return [*same, model.head.weight is model.embed.weight]
 
@@ -74,18 +69,13 @@ def both_names_of_a_tied_parameter_show_the_same_object() -> list[bool]:
 # --- Classes -----------------------------------------------------------------------------------------------
 
 
-@two.finds(("FSDPBlock", True, True, True, True, True))
-def the_class_of_a_sharded_module_is_derived_from_both() -> Any:
-    model = wrap(models.even(), ours)
-    first, second, _ = model.blocks
-    return (
-        type(first).__name__,
-        ours(module := models.Block(2, 2, 2)) is module,
-        isinstance(first, FSDPModule) and isinstance(first, models.Block),
-        type(first) is type(second),
-        type(first.up) is nn.Linear and type(model.blocks) is nn.ModuleList,
-        type(models.even()) is models.Model,
-    )
+@two.finds([True] * 4)
+def the_class_of_a_sharded_module_is_derived_from_both() -> list[bool]:
+    module = models.Block(2, 2, 2)
+    same = ours(module) is module
+    is_both = isinstance(module, FSDPModule) and isinstance(module, models.Block)
+    one_class = type(ours(models.Block(3, 3, 3))) is type(module)
+    return [same, is_both, one_class, type(module.up) is nn.Linear]
 
 
 test_on_two_ranks = two.test()

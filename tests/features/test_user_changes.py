@@ -6,6 +6,8 @@ The oracle is an unsharded model on the batches of both ranks, or the same chang
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -19,8 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 import models
 from hwfsdp import MixedPrecisionPolicy, StateError, UsageError, fully_shard
 from hwfsdp.errors import WrongTypeError
-from oracles import cpu_mesh, fresh, ours, rank_rows, wrap
+from oracles import cpu_mesh, fresh, other_gradients, ours, unsharded, wrap
 from test_advice import Messages, caught, other_than
+from test_entries import said
 from together import Together
 
 two = Together(2)
@@ -46,28 +49,18 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.weight.scale
 
 
-@two.finds([])
-def attributes_are_on_the_shard_and_in_the_forward() -> Messages:
-    wrong = []
-    ways: list[Callable[[nn.Module], nn.Module]] = [
-        ours,
-        lambda module: ours(module, reshard_after_forward=False),
-        lambda module: ours(module, shard_placement_fn=lambda param: Shard(1)),
-    ]
-    for way in ways:
-        module = Scaled(6, 4, bias=False)
+@two.finds([("expert", True)] * 2)
+def attributes_are_on_the_shard_and_in_the_forward() -> list[Any]:
+    found = []
+    for options in ({"reshard_after_forward": False}, {"shard_placement_fn": lambda param: Shard(1)}):
+        module, x = Scaled(6, 4, bias=False), torch.ones(2, 6)
         module.weight.scale, module.weight.tag = 2.0, "expert"
-        shard = way(module).weight
-        module(torch.ones(2, 6))
+        shard = ours(module, **options).weight
+        module(x)
         shard.scale = 3.0  # after the first gather
-        expected = nn.functional.linear(torch.ones(2, 6), shard.full_tensor()) * 3
-        got = module(torch.ones(2, 6))
-        wrong += (
-            []
-            if shard.tag == "expert" and torch.allclose(got, expected)
-            else [f"{shard.tag} {got} {expected}"]
-        )
-    return wrong
+        expected = nn.functional.linear(x, shard.full_tensor()) * 3
+        found.append((shard.tag, torch.allclose(module(x), expected)))
+    return found
 
 
 @two.finds(["expert", "expert", "expert", "late"])
@@ -127,42 +120,24 @@ def gradient(
     return module.weight.grad.full_tensor()
 
 
-def expected_gradient(change: Callable[[Tensor], Tensor]) -> Tensor:
-    """The same of an unsharded model, with the mean over both ranks, and its hook after that."""
-    return change(torch.full((5, 6), 3.0))
-
-
 def scale_rows(grad: Tensor) -> Tensor:
     return grad * torch.arange(5.0, dtype=grad.dtype).view(5, 1)
 
 
 @two.finds([])
 def a_hook_from_before_gets_whole_gradients_and_a_hook_from_after_gets_means() -> Messages:
-    clamped = gradient(lambda p: p.register_hook(lambda g: g.clamp(max=2.5)), before=False)
-    cases = {
-        "before": (
-            gradient(lambda p: p.register_hook(scale_rows), before=True),
-            expected_gradient(scale_rows),
-        ),
-        "bf16": (
-            gradient(lambda p: p.register_hook(scale_rows), True, BF16),
-            expected_gradient(scale_rows),
-        ),
-        "after": (clamped, expected_gradient(lambda g: g.clamp(max=2.5))),
-        "norm": (
-            gradient(lambda p: p.register_hook(lambda g: g / g.norm()), before=False),
-            expected_gradient(lambda g: g / g.norm()),
-        ),
-        "returns nothing": (
-            gradient(lambda p: p.register_hook(lambda g: None), False),
-            expected_gradient(lambda g: g),
-        ),
-        "removed": (
-            gradient(lambda p: p.register_hook(scale_rows).remove(), before=True),
-            expected_gradient(lambda g: g),
-        ),
-    }
-    return [f"{name}: {got} {exp}" for name, (got, exp) in cases.items() if not torch.allclose(got, exp)]
+    wrong = []
+    for change, before, policy in (
+        (scale_rows, True, BF16),
+        (lambda g: g.clamp(max=2.5), False, MixedPrecisionPolicy()),
+        (lambda g: g / g.norm(), False, MixedPrecisionPolicy()),
+    ):
+        got = gradient(lambda p: p.register_hook(change), before, policy)
+        expected = change(
+            torch.full((5, 6), 3.0)
+        )  # an unsharded model's: its hook gets the mean over both ranks
+        wrong += [] if torch.allclose(got, expected) else [f"{before} {policy}: {got} {expected}"]
+    return wrong
 
 
 @two.finds([("DTensor", 1), ("DTensor", 1)])
@@ -191,21 +166,16 @@ def a_handle_from_before_still_removes_its_hook() -> bool:
     return torch.equal(module.weight.grad.full_tensor(), torch.full((5, 6), 11.0))
 
 
-@two.finds("weight")
-def a_hook_that_returns_a_plain_tensor_is_refused_by_name() -> str:
-    try:
-        gradient(lambda p: p.register_hook(lambda g: torch.zeros(5, 6)), before=False)
-    except WrongTypeError as error:
-        return "weight" if "'weight'" in str(error) else str(error)
-    return "no error"
+@two.finds([])
+def a_hook_that_returns_a_plain_tensor_is_refused_by_name() -> list[str]:
+    plain = functools.partial(gradient, lambda p: p.register_hook(lambda g: torch.zeros(5, 6)), before=False)
+    return said(WrongTypeError, plain, "'weight'")
 
 
 # --- Writes while whole ------------------------------------------------------------------------------------
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
-    "fill": lambda weight: weight.fill_(1.0),
     "a part": lambda weight: weight[1:3].mul_(2.0),
-    "init": lambda weight: nn.init.constant_(weight, 0.5),
     "copy": lambda weight: weight.copy_(torch.arange(30.0).view(5, 6)),
     "through detach": lambda weight: weight.detach().zero_(),
     "foreach": lambda weight: torch._foreach_mul_([weight], 3.0),
@@ -223,7 +193,6 @@ def unshards(module: Any) -> None:
     module.unshard()
 
 
-MAKE_WHOLE = {"unshard": unshards, "forward": forwards}
 HOW: dict[str, dict[str, Any]] = {
     "plain": {},
     "columns": {"shard_placement_fn": lambda param: Shard(1)},
@@ -235,19 +204,18 @@ HOW: dict[str, dict[str, Any]] = {
 def writes_to_a_whole_parameter_reach_the_shard_and_nothing_else_changes() -> Messages:
     wrong = []
     for how, options in HOW.items():
-        for make, make_whole in MAKE_WHOLE.items():
-            for name, write in WRITES.items():
-                module, expected = ours(linear(), **options), linear().weight.detach().clone()
-                before = expected.clone()
-                make_whole(module)
-                with torch.no_grad():
-                    write(module.weight)
-                    write(expected)
-                module.reshard()
-                if how == "bf16":  # only what was written is rounded
-                    expected = torch.where(expected == before, before, write_in_bf16(write, before))
-                if not torch.equal(whole(module), expected):
-                    wrong.append(f"{how}, {make}, {name}: {whole(module)} {expected}")
+        for (name, write), make_whole in zip(WRITES.items(), itertools.cycle((forwards, unshards))):
+            module, expected = ours(linear(), **options), linear().weight.detach().clone()
+            before = expected.clone()
+            make_whole(module)
+            with torch.no_grad():
+                write(module.weight)
+                write(expected)
+            module.reshard()
+            if how == "bf16":  # only what was written is rounded
+                expected = torch.where(expected == before, before, write_in_bf16(write, before))
+            if not torch.equal(whole(module), expected):
+                wrong.append(f"{how}, {name}: {whole(module)} {expected}")
     return wrong
 
 
@@ -330,14 +298,13 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 def a_module_in_a_group_may_be_converted_after_the_first_forward() -> list[str]:
     wrong = []
     for name, change in CONVERSIONS.items():
-        for rows in (4, 5):  # 5 rows are padded
-            results = []
-            for way in (ours, lambda module: module):
-                torch.manual_seed(0)
-                model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, rows, bias=False))
-                results.append(trained(way(model), change))
-            if not all(map(torch.allclose, *results)):
-                wrong.append(f"{name}: {results}")
+        results = []
+        for way in (ours, unsharded):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5, bias=False))  # 5 rows are padded
+            results.append(trained(way(model), change))
+        if not all(map(torch.allclose, *results)):
+            wrong.append(f"{name}: {results}")
     return wrong
 
 
@@ -350,17 +317,17 @@ def a_whole_parameter_is_copied_as_a_plain_one_and_keeps_its_shape() -> tuple[ty
     return type(copy.deepcopy(module.weight)), str(caught.value).split(" Change")[0]
 
 
-@two.finds([False] * 4)
+@two.finds([False] * 3)
 def requires_grad_that_is_set_while_whole_stays() -> list[bool]:
     found = []
-    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):
+    for context in (torch.inference_mode(), torch.enable_grad()):
         module = ours(linear())
         with context:
-            module(torch.ones(2, 6))
+            forwards(module)
         module.requires_grad_(False)
         module.reshard()
         found.append(module.weight.requires_grad)
-        module(torch.ones(2, 6))
+        forwards(module)
     return [*found, module.weight.requires_grad]
 
 
@@ -368,21 +335,11 @@ def requires_grad_that_is_set_while_whole_stays() -> list[bool]:
 
 
 @two.finds([])
-def after_a_forward_without_gradients_the_root_has_its_shards_and_clipping_sees_all_gradients() -> Messages:
-    wrong = []
-    for without in (torch.no_grad, torch.inference_mode):
-        model, plain = wrap(fresh(models.stem), ours), fresh(models.stem)
-        for rank in range(2):
-            inputs = plain.inputs(4, 0)
-            (plain(inputs[0].chunk(2)[rank]).sum() / 2).backward()
-        model(*map(rank_rows, inputs)).sum().backward()
-        with without():
-            model(*inputs)
-        wrong += [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, plain)]
-        if not torch.allclose(norms[0].full_tensor(), norms[1]):
-            wrong.append(f"norms {norms}")
-    return wrong
+def after_a_forward_without_gradients_the_root_has_its_shards() -> Messages:
+    model = wrap(fresh(models.stem), ours)
+    with torch.inference_mode():
+        model(*model.inputs(4, 0))
+    return [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
 
 
 # --- Parameters that are replaced or deleted ---------------------------------------------------------------
@@ -391,20 +348,16 @@ def after_a_forward_without_gradients_the_root_has_its_shards_and_clipping_sees_
 @two.finds([])
 def functional_call_may_get_the_models_own_parameters_in_each_step() -> list[str]:
     wrong = []
-    for reshard in (True, False, None, 1):
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    for reshard in (True, False):
+        plain = nn.Sequential(linear(), nn.Linear(5, 6))
         model = copy.deepcopy(plain)
         for module in (model[0], model):
             ours(module, reshard_after_forward=reshard)
-        for _ in range(3):
-            for each in (plain, model):
-                each.zero_grad()
-                torch.func.functional_call(
-                    each, dict(each.named_parameters()), torch.ones(2, 6)
-                ).sum().backward()
-        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-            wrong += [] if torch.allclose(p.grad, q.grad.full_tensor()) else [f"{reshard}: {q.grad}"]
+        for each in (plain, model):
+            for _ in range(2):
+                params = dict(each.named_parameters())
+                torch.func.functional_call(each, params, torch.ones(2, 6)).sum().backward()
+        wrong += other_gradients(model, plain)
     return wrong
 
 
@@ -423,16 +376,11 @@ def set_to_none(module: nn.Module) -> None:
 @two.finds([])
 def a_parameter_replaced_or_deleted_after_the_first_forward_is_refused_by_name() -> Messages:
     wrong = []
-    for change, said in ((assign, "(5, 6)"), (delete, "nothing"), (set_to_none, "nothing")):
+    for change, got in ((assign, "(5, 6)"), (delete, "nothing"), (set_to_none, "nothing")):
         module = ours(linear(), reshard_after_forward=True)
         forwards(module)
         change(module)
-        try:
-            forwards(module)
-            wrong.append(f"{change.__name__}: no error")
-        except StateError as error:
-            words = ("'weight'", "Linear.weight", said, "copy_")
-            wrong += [f"{change.__name__}: {error}"] if not all(word in str(error) for word in words) else []
+        wrong += said(StateError, lambda: forwards(module), "'weight'", "Linear.weight", got, "copy_")
     return wrong
 
 
