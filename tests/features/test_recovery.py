@@ -11,13 +11,13 @@ import broken
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 from hwfsdp import (
     CPUOffloadPolicy,
-    FSDPCommContext,
     StateError,
     UsageError,
     core,
@@ -43,10 +43,6 @@ def build(shard: Callable[..., Any] = fully_shard) -> nn.Sequential:
 def run(model: nn.Module, seed: int) -> None:
     torch.manual_seed(seed)
     model(torch.randn(4, 8)).square().mean().backward()
-
-
-def grads(model: nn.Module) -> list[Tensor]:
-    return [p.grad.full_tensor() for p in model.parameters()]
 
 
 two = Together(2)
@@ -93,7 +89,7 @@ def a_root_without_parameters_of_its_own_gathers_the_given_modules() -> list[str
     model = build()
     model.set_modules_to_forward_prefetch([model[2], model[1]])
     with record() as log:
-        model(torch.randn(4, 8))
+        run(model, 0)
     return [e.owner for e in log.select("all_gather")][:3]
 
 
@@ -123,16 +119,8 @@ def test_a_manual_unshard_leaves_no_buffer_and_checks_the_same_as_a_forward() ->
 
 @two.finds(["DTensor", "Parameter"])
 def ignored_parameters_come_in_any_collection_and_policies_of_torch_are_taken() -> list[str]:
-    from torch.distributed import fsdp
-
-    module = nn.Linear(4, 4)
-    fully_shard(
-        module,
-        ignored_params=[module.bias],
-        mp_policy=fsdp.MixedPrecisionPolicy(),
-        offload_policy=fsdp.OffloadPolicy(),
-        comm_ctx=FSDPCommContext("cpu"),
-    )
+    module, policies = nn.Linear(4, 4), (fsdp.MixedPrecisionPolicy(), fsdp.OffloadPolicy())
+    fully_shard(module, ignored_params=[module.bias], mp_policy=policies[0], offload_policy=policies[1])
     return [type(p).__name__ for p in (module.weight, module.bias)]
 
 
@@ -172,14 +160,12 @@ def the_table_of_a_parameter_cut_twice_has_rows_of_the_whole() -> tuple[int, int
     return explain(cut_twice(nn.Linear(4, 6, bias=False), **{"0": ColwiseParallel()})).rows[0].rows
 
 
-@two.finds((True, True))
-def a_shard_of_another_dimension_cannot_be_assigned() -> tuple[bool, bool]:
-    model = nn.Linear(4, 4, bias=False)
-    fully_shard(model)
+@two.finds(None)
+def a_shard_of_another_dimension_cannot_be_assigned() -> None:
+    model = fully_shard(nn.Linear(4, 4, bias=False))
     other = distribute_tensor(torch.ones(4, 4), cpu_mesh(), [Shard(1)])
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match="dim=0.*dim=1"):
         model.load_state_dict({"weight": other}, assign=True)
-    return "dim=0" in str(caught.value), "dim=1" in str(caught.value)
 
 
 @two.finds(7.0)

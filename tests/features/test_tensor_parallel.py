@@ -267,24 +267,20 @@ class ParallelTraining(Training):
 
 UNREDUCED = functools.partial(accumulate, pattern="nnb", say_last=True)
 TASKS: dict[str, Task] = {
-    "nested": Task(how="nested"),
     "uneven": Task(models.uneven),
     "plain norms in one group with cut layers": Task(Sequence, cut_mlps),
-    "sequence parallel": Task(Sequence, cut_sequence),
     "tied embedding": Task(Tied, cut_tied),
     "sharded along the last dim": Task(options={"shard_placement_fn": lambda param: Shard(param.ndim - 1)}),
     "accumulate unreduced": Task(models.uneven, scenario=UNREDUCED),
     "accumulate over replicas": Task(Sequence, cut_sequence, functools.partial(accumulate, pattern="ssa")),
     "clip": Task(models.uneven, scenario=clip),
-}
-LOW_PRECISION: dict[str, Task] = {
     "bf16, sequence parallel": Task(Sequence, cut_sequence, policy=BF16_FP32),
 }
 WHERE: dict[Shape, tuple[str, ...]] = {
     (2, 1): ("uneven",),
-    (1, 2): ("nested", "bf16, sequence parallel", "clip"),
+    (1, 2): ("bf16, sequence parallel", "clip"),
     (2, 2): (
-        *("uneven", "plain norms in one group with cut layers", "sequence parallel", "tied embedding"),
+        *("uneven", "plain norms in one group with cut layers", "tied embedding"),
         *("sharded along the last dim", "accumulate unreduced"),
     ),
     (2, 1, 2): ("accumulate over replicas",),
@@ -293,10 +289,10 @@ WHERE: dict[Shape, tuple[str, ...]] = {
 
 def compare(task: str, shape: Shape) -> dict[str, list[str]]:
     """Return the differences from FSDP2, and from the model that is neither sharded nor cut."""
-    todo = (TASKS | LOW_PRECISION)[task]
+    todo = TASKS[task]
     got = todo.run(hwfsdp, shape)
     found = {"FSDP2": differences(got, todo.run(fsdp, shape), *against_fsdp2(max(shape)))}
-    if task in TASKS:
+    if not todo.policy:
         plain = got.parts(todo.run(None, shape))
         found["unsharded"] = differences(got.whole(), plain.whole(), *REGROUPING)
     return found
