@@ -17,7 +17,7 @@ import torch.multiprocessing as multiprocessing
 OF_HWFSDP = ("lazy_imports", "torch_releases")  # modules that `import hwfsdp` loads
 
 
-class OnlyTheHeart(MetaPathFinder):
+class OnlyTheCore(MetaPathFinder):
     """An import hook that refuses every module of `hwfsdp` outside `hwfsdp.core`, except those that `import hwfsdp` loads."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
@@ -38,7 +38,7 @@ def _rank(
 ) -> None:
     loaded = [name for name in sys.modules if name.startswith("hwfsdp") and name[7:] not in OF_HWFSDP]
     assert set(loaded) <= {"hwfsdp", *(name for name in loaded if name.startswith("hwfsdp.core"))}, loaded
-    sys.meta_path.insert(0, OnlyTheHeart())
+    sys.meta_path.insert(0, OnlyTheCore())
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world_size)

@@ -85,19 +85,14 @@ class Case(NamedTuple):
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 CASES = {
-    "plain": Case(),
     "wrapped embedding": Case(wrap_embedding=True),
     "whole between forward and backward": Case(reshard=False),
-    "root freed, too": Case(reshard=True),
     "tied": Case(lambda: Model(tied=True)),
     "frozen": Case(lambda: Model(frozen=True)),
     "recomputed": Case(lambda: Model(recompute=True)),
-    "recomputed and kept": Case(lambda: Model(recompute=True), reshard=False),
-    "bf16, reduced in fp32": Case(policy=BF16),
     "bf16 throughout": Case(policy={"param_dtype": torch.bfloat16, "output_dtype": torch.float32}),
     "fp16 reductions": Case(policy={"reduce_dtype": torch.float16}),
     "two micro-batches": Case(micro=2),
-    "accumulation": Case(micro=3, accumulate=True),
     "accumulation, kept whole": Case(micro=3, accumulate=True, keep=True),
     "accumulation in bf16": Case(policy=BF16, micro=2, accumulate=True),
 }
@@ -147,76 +142,13 @@ def both() -> Both:
     return {name: (trained(case, core), trained(case, fsdp)) for name, case in CASES.items()}
 
 
-# --- One step, watched ---------------------------------------------------------------------------------------
-
-
-class Watched:
-    """An instrument that writes down what the core reports."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def moment(self, name: str, of: Any, *_: Any) -> Any:
-        self.seen.append(f"{name} {'root' if of.name == 'Model' else of.name}")
-        return nullcontext()
-
-    def made(self, buffer: Tensor) -> None: ...
-
-    def recorded(self, event: Any) -> None: ...
-
-    def waiting(self, stream: Any, event: Any) -> Any:
-        self.seen.append(f"{stream.name} waits for {event.stream.name}")
-        return nullcontext()
-
-    def running(self, stream: Any, current: Any) -> Any:
-        return current
-
-    def deferred(self, stream: Any, function: Any) -> Any:
-        return function
-
-
-def observed() -> tuple[list[str], dict[str, int]]:
-    """Watch the second step. Return its gathers, copy-outs and reductions in order, and the bytes of unsharded parameters.
-
-    First the bytes that are alive, by moment. Then the bytes of each group, by fqn.
-    """
+def sharded_model() -> Model:
     torch.manual_seed(0)
     model = Model()
     for block in model.blocks:
         core.fully_shard(block)
     core.fully_shard(model)
-
-    def whole() -> int:
-        groups = [state_of(m).groups for m in (*model.blocks, model)]  # type: ignore[union-attr]
-        forms = [p.gathered for each in groups for group in each for p in group.params]
-        return sum(g.untyped_storage().nbytes() for g in forms if g is not None)
-
-    tokens = torch.arange(5)
-    model(tokens).sum().backward()
-    alive = {"between steps": whole()}
-    for number, block in enumerate(model.blocks):
-        block.register_forward_hook(
-            lambda *_, number=number: alive.update({f"after block {number}": whole()})
-        )
-    watched = Watched()
-    before = observer.put(watched)  # type: ignore[arg-type]
-    out = model(tokens)
-    alive["after forward"] = whole()
-    out.sum().backward()
-    observer.put(before)
-    alive["after backward"] = whole()
-    sizes = {}
-    for module in (*model.blocks, model):
-        found = state_of(module)
-        assert found is not None and found.group is not None
-        gathered = [p.gathered for p in found.group.params]
-        sizes[found.name] = sum(g.nbytes for g in gathered if g is not None)
-    return [
-        s for s in watched.seen if s.startswith(("all_gather", "copy_out", "reduce")) and "waits" not in s
-    ], {
-        **alive,
-        **sizes,
-    }
+    return model
 
 
 # --- How deep a collective is --------------------------------------------------------------------------------
@@ -226,12 +158,7 @@ def frames_to_collectives() -> dict[str, list[str]]:
     """For each collective of the second step, return the longest chain of calls from torch's hook to it. The collective comes last."""
     import sys
 
-    torch.manual_seed(0)
-    model = Model()
-    for block in model.blocks:
-        core.fully_shard(block)
-    core.fully_shard(model)
-    found: dict[str, list[str]] = {}
+    model, found = sharded_model(), {}
 
     def counted(name: str) -> Any:
         real = getattr(dist, name)
@@ -284,17 +211,22 @@ def groups_in_memory() -> dict[str, list[int]]:
     """Count whole blocks and buffers of gathers while a block computes, in its forwards and in its backwards of three steps."""
     buffers: list[StorageWeakRef] = []
 
-    class Gathers(Watched):
+    class Gathers(observer.Observer):
+        """An instrument that notes the buffers of gathers."""
+
         def moment(self, name: str, of: Any, stream: str = "", reads: Any = (), writes: Any = ()) -> Any:
             if name == "copy_in" and stream == "copy" and "blocks" in of.name:
                 buffers.append(StorageWeakRef(writes[0].untyped_storage()))
             return nullcontext()
 
+        def waiting(self, stream: Any, event: Any) -> Any:
+            return nullcontext()
+
+        def running(self, stream: Any, current: Any) -> Any:
+            return current
+
     with device_streams.backend("cpu", lambda: StreamSet(DeviceLikeStream)):
-        model = Model()
-        for block in model.blocks:
-            core.fully_shard(block, reshard_after_forward=True)
-        core.fully_shard(model)
+        model = sharded_model()
     groups = [group for block in model.blocks for group in state_of(block).groups]  # type: ignore[union-attr]
     found: dict[str, list[int]] = {"forward": [], "backward": []}
 
@@ -323,10 +255,7 @@ def stream_sets() -> int:
         return made[-1]
 
     with device_streams.backend("cpu", make):
-        model = Model()
-        for block in model.blocks:
-            core.fully_shard(block)
-        core.fully_shard(model)
+        model = sharded_model()
         for _ in range(2):
             model(torch.arange(5)).sum().backward()
     return len(made)
@@ -386,7 +315,6 @@ def as_it_is(module: nn.Module) -> list[Any]:
 class Found(NamedTuple):
     """The results of all programs of this part, from one rank."""
 
-    observed: Any
     frames: dict[str, list[str]]
     in_memory: dict[str, list[int]]
     stream_sets: int
@@ -396,7 +324,5 @@ class Found(NamedTuple):
 
 def everything() -> tuple[Both, tuple[Any, ...]]:
     """Return the results of `both`, and the fields of `Found`."""
-    found = Found(
-        observed(), frames_to_collectives(), groups_in_memory(), stream_sets(), adoptions(), refused()
-    )
+    found = Found(frames_to_collectives(), groups_in_memory(), stream_sets(), adoptions(), refused())
     return both(), tuple(found)

@@ -14,7 +14,6 @@ import hwfsdp.core
 from core import alone, programs
 
 CORE = Path(hwfsdp.core.__file__).parent
-CHAPTERS = re.findall(r"^    (\w+)  +\S", hwfsdp.core.__doc__ or "", re.MULTILINE)
 
 
 @functools.cache
@@ -46,28 +45,6 @@ def same(a: Any, b: Any) -> bool:
 def seen_once() -> Any:
     """Return `programs.Found`."""
     return programs.Found(*launched(2)[0][1])
-
-
-def test_one_group_is_gathered_ahead_and_freed_and_reduced_in_the_order_of_backward(seen_once: Any) -> None:
-    seen, alive = seen_once.observed
-    names = ["root", "blocks.0", "blocks.1", "blocks.2"]
-    assert [s for s in seen if s.startswith("all_gather")] == [
-        f"all_gather {name}" for name in names + names[:0:-1]
-    ]
-    forward = [s for s in seen if s.startswith(("all_gather", "copy_out"))][:8]
-    for here, there in zip(names, names[1:]):
-        assert forward.index(f"all_gather {there}") < forward.index(f"copy_out {here}"), "gathered ahead"
-    backward = [s for s in seen if s.startswith(("all_gather", "copy_out"))][8:]
-    for here, there in zip(names[:0:-1], names[-2:0:-1]):
-        assert backward.index(f"all_gather {there}") < backward.index(f"copy_out {here}"), "gathered ahead"
-    assert [s for s in seen if s.startswith("reduce")] == [f"reduce_scatter {name}" for name in names[::-1]]
-    root, block = alive["Model"], alive["blocks.0"]
-    assert alive["between steps"] == alive["after backward"] == 0
-    assert alive["after forward"] == root, "the root stays whole for the backward that follows at once"
-    assert (
-        alive["after block 1"] == root
-    ), "a block is freed when its forward is over; the next one is still on its way"
-    assert block > 0
 
 
 def test_nine_frames_at_most_lead_from_a_hook_of_torch_to_a_collective(seen_once: Any) -> None:
@@ -105,19 +82,6 @@ def test_a_second_call_for_a_module_or_a_parameter_is_refused_and_changes_nothin
         assert unchanged and all(word in said for word in words[name]), (name, said)
 
 
-def test_every_chapter_is_listed_once_and_uses_only_chapters_below_it() -> None:
-    files = sorted(path.stem for path in CORE.glob("*.py") if path.stem != "__init__")
-    assert sorted(CHAPTERS) == files
-    for number, chapter in enumerate(CHAPTERS):
-        source = (CORE / f"{chapter}.py").read_text()
-        code = source.replace(checked_only(source), "")
-        used = set(re.findall(r"from hwfsdp\.core\.(\w+) import", code))
-        for line in re.findall(r"from hwfsdp\.core import (.+)", code):
-            used |= {name.strip() for name in line.split(",")}
-        assert used <= set(CHAPTERS[number + 1 :]), chapter
-        assert not re.search(r"^\s*(?:from|import) hwfsdp\.(?!core)", source, re.MULTILINE), chapter
-
-
 def test_station_ten_names_places_that_are_there() -> None:
     """The README of the station names the places in the core that match the learner's file."""
     (page,) = (CORE.parents[1] / "exercises").glob("10_*/README.md")
@@ -127,9 +91,3 @@ def test_station_ten_names_places_that_are_there() -> None:
         source = (CORE / f"{chapter.strip('`')}.py").read_text()
         for name in re.findall(r"`(?:\w+\.)?(\w+)`", rest):
             assert re.search(rf"(def|class) {name}\b", source), (chapter, name)
-
-
-def checked_only(source: str) -> str:
-    """Return the imports for type checkers only."""
-    found = re.search(r"^if TYPE_CHECKING:\n(?:    .*\n)+", source, re.MULTILINE)
-    return found.group() if found else ""
