@@ -66,46 +66,29 @@ def previous(log: EventLog, op: str, event: Event) -> Event:
 # --- Overlap -----------------------------------------------------------------------------------------------
 
 
-def test_the_next_gather_runs_under_a_forward(rank_log):
-    for block in (0, 1):
-        gather = only(rank_log, "all_gather", block + 1, SECOND, "forward")
-        forward = only(rank_log, "forward", block, SECOND, "forward")
-        assert gather.seq < forward.seq
-        assert overlap(rank_log, gather, forward)
+PHASES = [("forward", SECOND, (0, 1, 2)), ("backward", FIRST, (2, 1, 0)), ("backward", SECOND, (2, 1, 0))]
 
 
-def test_the_next_gather_runs_under_a_backward(rank_log):
-    for block, step in product((2, 1), (FIRST, SECOND)):
-        gather = only(rank_log, "all_gather", block - 1, step, "backward")
-        backward = only(rank_log, "backward", block, step, "backward")
-        assert gather.seq < backward.seq
-        assert overlap(rank_log, gather, backward)
+@pytest.mark.parametrize("phase, step, order", PHASES)
+def test_the_next_gather_is_issued_before_a_block_is_copied_out_and_runs_under_its_work(
+    rank_log, phase, step, order
+):
+    for block, following in pairwise(order):
+        gather = only(rank_log, "all_gather", following, step, phase)
+        for op in ("copy_out", phase):
+            event = only(rank_log, op, block, step, phase)
+            assert gather.seq < event.seq
+            assert overlap(rank_log, gather, event)
 
 
-def test_a_reduction_runs_under_the_next_backward(rank_log):
+def test_a_reduction_runs_under_the_next_backward_and_beside_a_gather(rank_log):
     for block, step in product((2, 1), (FIRST, SECOND)):
         reduction = only(rank_log, "reduce_scatter", block, step, "backward")
         backward = only(rank_log, "backward", block - 1, step, "backward")
         assert reduction.seq < backward.seq
         assert overlap(rank_log, reduction, backward)
-
-
-def test_a_reduction_and_a_gather_run_at_once(rank_log):
-    for block in (2, 1):
-        reduction = only(rank_log, "reduce_scatter", block, SECOND, "backward")
-        gathers = rank_log.select("all_gather", step=SECOND, phase="backward")
+        gathers = rank_log.select("all_gather", step=step, phase="backward")
         assert any(overlap(rank_log, reduction, gather) for gather in gathers)
-
-
-@pytest.mark.parametrize(
-    "phase, step, order", [("forward", SECOND, (0, 1, 2)), ("backward", FIRST, (2, 1, 0))]
-)
-def test_the_next_gather_is_issued_before_this_one_is_copied_out(rank_log, phase, step, order):
-    for block, following in pairwise(order):
-        gather = only(rank_log, "all_gather", following, step, phase)
-        copy_out = only(rank_log, "copy_out", block, step, phase)
-        assert gather.seq < copy_out.seq
-        assert overlap(rank_log, gather, copy_out)
 
 
 # --- No overlap ------------------------------------------------------------------------------------------
@@ -116,10 +99,9 @@ def test_no_two_uses_of_the_same_memory_race(rank_log):
     assert [race.sentence for race in find_races(rank_log)] == []
 
 
-@pytest.mark.parametrize("op", ["forward", "backward"])
-def test_a_block_computes_only_after_its_gather_and_copy_out(rank_log, op):
-    spans = [span for block in BLOCKS for span in rank_log.select(op, owner=f"blocks.{block}")]
-    assert len(spans) == 2 * len(BLOCKS)
+def test_a_block_computes_only_after_its_gather_and_copy_out(rank_log):
+    spans = [s for block in BLOCKS for s in rank_log.select("forward", "backward", owner=f"blocks.{block}")]
+    assert len(spans) == 4 * len(BLOCKS)
     for span in spans:
         assert rank_log.happens_before(previous(rank_log, "all_gather", span), span), span
         assert rank_log.happens_before(previous(rank_log, "copy_out", span), span), span

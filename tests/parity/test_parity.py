@@ -66,7 +66,7 @@ def frozen_in_bf16() -> models.Model:
 
 OUTPUT_IN_FP16 = {"param_dtype": torch.bfloat16, "output_dtype": torch.float16}
 SCENARIOS: dict[str, Case] = {
-    "no_grad in the middle, nested": Case(models.Transformer, evaluate_in_the_middle, how="nested"),
+    "no_grad in the middle": Case(models.uneven, evaluate_in_the_middle),
     "parameters without elements": Case(models.hollow),
     "several roots, one runs twice": Case(models.twice, how="rootless"),
     "several roots, shared streams": Case(models.even, share_streams, how="rootless"),
@@ -84,13 +84,7 @@ SCENARIOS: dict[str, Case] = {
 
 WRAPPED = {  # by the number of ranks
     1: {"uneven": "blocks"},
-    2: {
-        "uneven": "blocks",
-        "structured": "blocks",
-        "twice": "blocks",
-        "normalized": "blocks",
-    }
-    | {"transformer": "nested"},
+    2: {"structured": "blocks", "twice": "blocks", "normalized": "blocks", "transformer": "nested"},
     3: {"uneven": "blocks", "unused": "blocks"},
 }
 PROMISES = Promises()
