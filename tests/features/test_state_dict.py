@@ -58,7 +58,7 @@ class Place:
         return grid(self.shape, self.axes)
 
     @property
-    def replicas(self) -> int:
+    def copies(self) -> int:
         """Count the ranks that get the same rows of a batch."""
         return self.shape[-1] if "tp" in self.axes else 1
 
@@ -99,17 +99,12 @@ class PlacedTraining(Training):
         make: Make = functools.partial(adam, foreach=False),
         **options: Any,
     ) -> None:
-        self.place, self.library, self.make, self.trace = place, library, make, Trace()
+        self.library, self.make, self.trace, self.copies = library, make, Trace(), place.copies
         torch.manual_seed(seed)
         self.model = place.shard(library, place.build(), **options)
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         return self.make(self.model.parameters())
-
-    def batch(self, seed: int) -> tuple[Tensor, ...]:
-        replicas = self.place.replicas
-        parts, part = dist.get_world_size() // replicas, dist.get_rank() // replicas
-        return tuple(t.chunk(parts)[part] for t in self.model.inputs(ROWS, seed))
 
 
 def locals_of(state: State) -> dict[str, Tensor]:

@@ -8,18 +8,16 @@ first.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -36,19 +34,21 @@ import models
 from hwfsdp import launch
 from oracles import (
     BF16_FP32,
+    BITS,
     REGROUPING,
-    ROWS,
+    Case,
+    Policy,
     Promises,
+    Scenario,
     Shape,
-    Trace,
-    Training,
     accumulate,
-    against_fsdp2,
     clip,
     differences,
     fresh,
+    ours,
+    theirs,
+    two_steps,
     unsharded,
-    wrap,
 )
 
 # --- Meshes ------------------------------------------------------------------------------------------------
@@ -72,73 +72,38 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["dp"] if mesh.ndim == 2 else mesh["replicate", "shard"]
 
 
-def is_cut(placement: Placement) -> bool:
-    return isinstance(placement, Shard | _StridedShard)
-
-
 def chunk(tensor: Tensor, parts: int, index: int, dim: int) -> Tensor:
     """Return the chunk of `torch.chunk` with this index, or an empty one."""
     chunks = tensor.chunk(parts, dim)
     return chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
-def part_of(whole: Tensor, sizes: Shape, placements: tuple[Placement, ...], coordinate: Shape) -> Tensor:
+def part_of(
+    whole: Tensor, sizes: Shape, placements: Sequence[Placement], coordinate: Sequence[int]
+) -> Tensor:
     """Return the part of a tensor for the rank at `coordinate`: chunks of chunks, cut along the last axis first."""
     for size, placement, index in reversed(list(zip(sizes, placements, coordinate, strict=True))):
-        if is_cut(placement):
+        if isinstance(placement, Shard | _StridedShard):
             whole = chunk(whole, size, index, placement.dim)
     return whole
 
 
-class Layout(NamedTuple):
-    """The part of a tensor that a rank holds."""
-
-    sizes: Shape
-    placements: tuple[Placement, ...]
-    coordinate: Shape
-
-    def part(self, whole: Tensor) -> Tensor:
-        return part_of(whole, *self)
-
-
-def layout_of(tensor: DTensor) -> Layout:
+def part_like(tensor: DTensor, whole: Tensor) -> Tensor:
+    """Return the part of `whole` that this rank should hold of a DTensor."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    return Layout(tuple(tensor.device_mesh.shape), tensor.placements, tuple(coordinate))
-
-
-class LocalTrace(Trace):
-    """A trace of local parts and their layouts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layouts: dict[str, Layout] = {}
-
-    def keep(self, name: str, tensor: Tensor | None) -> None:
-        if isinstance(tensor, DTensor):
-            self.layouts[f"{name} #{self.counts[name]}"] = layout_of(tensor)
-            tensor = tensor.to_local()
-        super().keep(name, tensor)
-
-    def parts(self, whole: Trace) -> Trace:
-        """Return this rank's parts of a trace of whole tensors."""
-        trace = Trace()
-        for name, tensor in whole.tensors.items():
-            is_part = tensor is not None and name in self.layouts
-            trace.tensors[name] = self.layouts[name].part(tensor) if is_part else tensor
-        return trace
+    return part_of(whole, tuple(tensor.device_mesh.shape), tensor.placements, coordinate)
 
 
 # --- Models ------------------------------------------------------------------------------------------------
 
-Cut = Callable[[models.Model, DeviceMesh], None]
 PLAN = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
 
 
-def cut_blocks(model: models.Model, tp: DeviceMesh) -> None:
-    """Cut the first linear of each block along its outputs, and the second along its inputs."""
-    for block in model.blocks:
-        parallelize_module(block, tp, PLAN)
+def cut_blocks(module: nn.Module, tp: DeviceMesh) -> None:
+    """Cut the first linear of a block along its outputs, and the second along its inputs."""
+    if isinstance(module, models.Block):
+        parallelize_module(module, tp, PLAN)
 
 
 class Norm(nn.Module):
@@ -153,7 +118,7 @@ class Norm(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-class Sequence(models.Stem):
+class Sequences(models.Stem):
     """A model with four vectors per row."""
 
     def __init__(self) -> None:
@@ -163,30 +128,26 @@ class Sequence(models.Stem):
         return (torch.randn(rows, 4, 8, generator=torch.Generator().manual_seed(seed)),)
 
 
-def cut_mlps(model: models.Model, tp: DeviceMesh) -> None:
+def cut_mlps(module: nn.Module, tp: DeviceMesh) -> None:
     """Cut only the MLPs. Norms, stem and head stay plain; each norm is in one group with a cut MLP."""
-    for block in model.blocks:
-        parallelize_module(block.mlp, tp, PLAN)
+    if isinstance(module, Norm):
+        parallelize_module(module.mlp, tp, PLAN)
 
 
-def cut_sequence(model: models.Model, tp: DeviceMesh) -> None:
+def cut_sequence(module: nn.Module, tp: DeviceMesh) -> None:
     """Cut the sequence between the blocks. So norms see a part of it, and their gradients are sums over tp."""
-    parallelize_module(
-        model,
-        tp,
-        {
-            "stem": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        },
-    )
-    for block in model.blocks:
+    plan: dict[str, Any] = {
+        "stem": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    if isinstance(module, Norm):
         plan = {
             "norm": SequenceParallel(),
             "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
             "mlp.up": ColwiseParallel(),
             "mlp.down": RowwiseParallel(output_layouts=Shard(1)),
         }
-        parallelize_module(block, tp, plan)
+    parallelize_module(module, tp, plan)
 
 
 class Tied(models.Model):
@@ -204,118 +165,84 @@ class Tied(models.Model):
         return self.head(super().forward(self.embed(tokens)))
 
 
-def cut_tied(model: models.Model, tp: DeviceMesh) -> None:
+def cut_tied(module: nn.Module, tp: DeviceMesh) -> None:
     """Cut embedding and head along the vocabulary. This makes two parameters of one, so tie them again."""
-    plan = {
-        "embed": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    parallelize_module(model, tp, plan)
-    model.head.weight = model.embed.weight
-    cut_blocks(model, tp)
+    cut_blocks(module, tp)
+    if isinstance(module, Tied):
+        plan = {
+            "embed": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        parallelize_module(module, tp, plan)
+        module.head.weight = module.embed.weight
 
 
-# --- Tasks -------------------------------------------------------------------------------------------------
+# --- Trainings ---------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """A model, the way to cut and wrap it, and the scenario that trains it."""
-
-    build: Callable[[], models.Model] = models.even
-    cut: Cut = cut_blocks
-    scenario: Callable[[Training], None] = functools.partial(Training.steps, number=2)
-    how: str = "blocks"
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    policy: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    def shard(self, library: ModuleType, mesh: DeviceMesh) -> models.Model:
-        model = fresh(self.build)
-        self.cut(model, mesh["tp"])
-        shard = functools.partial(
-            library.fully_shard,
-            mesh=data_axes(mesh),
-            mp_policy=library.MixedPrecisionPolicy(**self.policy),
-            **self.options,
-        )
-        return wrap(model, shard, self.how)
-
-    def run(self, library: ModuleType | None, shape: Shape) -> LocalTrace:
-        training = ParallelTraining(self, library, shape)
-        self.scenario(training)
-        return training.trace
+def cut_and_shard(
+    package: ModuleType,
+    module: nn.Module,
+    *,
+    shape: Shape,
+    cut: Callable[[nn.Module, DeviceMesh], None],
+    policy: Policy | None = None,
+    **options: Any,
+) -> nn.Module:
+    cut(module, mesh_of(shape)["tp"])
+    mp_policy = package.MixedPrecisionPolicy(**policy or {})
+    return package.fully_shard(module, mesh=data_axes(mesh_of(shape)), mp_policy=mp_policy, **options)
 
 
-class ParallelTraining(Training):
-    """A training in which the ranks of a tensor-parallel group get the same rows. Without a library: not sharded, not cut, all rows."""
-
-    def __init__(self, task: Task, library: ModuleType | None, shape: Shape) -> None:
-        self.library = library or unsharded
-        self.trace = LocalTrace()
-        if library is None:
-            self.model = fresh(task.build)
-        else:
-            mesh = mesh_of(shape)
-            self.model = task.shard(library, mesh)
-            self.parts = mesh.size() // shape[-1]
-            self.part = dist.get_rank() // shape[-1]
-
-    def batch(self, seed: int) -> tuple[Tensor, ...]:
-        inputs = self.model.inputs(ROWS, seed)
-        return tuple(t.chunk(self.parts)[self.part] if self.is_sharded else t for t in inputs)
+def cut_case(
+    shape: Shape,
+    build: Callable[[], models.Model] = models.uneven,
+    cut: Callable[[nn.Module, DeviceMesh], None] = cut_blocks,
+    scenario: Scenario = two_steps,
+    **options: Any,
+) -> Case:
+    return Case(build, scenario, "blocks", {"shape": shape, "cut": cut, **options}, cut_and_shard, shape[-1])
 
 
 UNREDUCED = functools.partial(accumulate, pattern="nnb", say_last=True)
-TASKS: dict[str, Task] = {
-    "uneven": Task(models.uneven),
-    "plain norms in one group with cut layers": Task(Sequence, cut_mlps),
-    "tied embedding": Task(Tied, cut_tied),
-    "sharded along the last dim": Task(options={"shard_placement_fn": lambda param: Shard(param.ndim - 1)}),
-    "accumulate unreduced": Task(models.uneven, scenario=UNREDUCED),
-    "accumulate over replicas": Task(Sequence, cut_sequence, functools.partial(accumulate, pattern="ssa")),
-    "clip": Task(models.uneven, scenario=clip),
-    "bf16, sequence parallel": Task(Sequence, cut_sequence, policy=BF16_FP32),
-}
-WHERE: dict[Shape, tuple[str, ...]] = {
-    (2, 1): ("uneven",),
-    (1, 2): ("bf16, sequence parallel", "clip"),
-    (2, 2): (
-        *("uneven", "plain norms in one group with cut layers", "tied embedding"),
-        *("sharded along the last dim", "accumulate unreduced"),
+CASES: dict[str, Case] = {
+    "uneven, one shard": cut_case((2, 1)),
+    "clip": cut_case((1, 2), scenario=clip),
+    "bf16, sequence parallel": cut_case((1, 2), Sequences, cut_sequence, policy=BF16_FP32),
+    "uneven": cut_case((2, 2)),
+    "plain norms in one group with cut layers": cut_case((2, 2), Sequences, cut_mlps),
+    "tied embedding": cut_case((2, 2), Tied, cut_tied),
+    "sharded along the last dim": cut_case(
+        (2, 2), models.even, shard_placement_fn=lambda param: Shard(param.ndim - 1)
     ),
-    (2, 1, 2): ("accumulate over replicas",),
+    "accumulate unreduced": cut_case((2, 2), scenario=UNREDUCED),
+    "accumulate over replicas": cut_case(
+        (2, 1, 2), Sequences, cut_sequence, functools.partial(accumulate, pattern="ssa")
+    ),
 }
 
 
-def compare(task: str, shape: Shape) -> dict[str, list[str]]:
+def compare(case: Case) -> dict[str, list[str]]:
     """Return the differences from FSDP2, and from the model that is neither sharded nor cut."""
-    todo = TASKS[task]
-    got = todo.run(hwfsdp, shape)
-    found = {"FSDP2": differences(got, todo.run(fsdp, shape), *against_fsdp2(max(shape)))}
-    if not todo.policy:
-        plain = got.parts(todo.run(None, shape))
+    got = case.run(ours)
+    found = {"FSDP2": differences(got, case.run(theirs), *BITS)}
+    if "policy" not in case.options:
+        plain = case.run(unsharded)
+        for name, tensor in got.tensors.items():
+            if isinstance(tensor, DTensor):
+                got.tensors[name] = tensor.to_local()
+                plain.tensors[name] = part_like(tensor, plain.tensors[name])
         found["unsharded"] = differences(got.whole(), plain.whole(), *REGROUPING)
     return found
 
 
-def world_size(shape: Shape) -> int:
-    return int(torch.Size(shape).numel())
-
-
 PROMISES = Promises()
-for _ranks in (2, 4):
+for _name, _case in CASES.items():
     PROMISES.add(
         "a cut model trains as under FSDP2 and as if neither sharded nor cut",
-        {
-            f"{task}, {shape}": functools.partial(compare, task, shape)
-            for shape, tasks in WHERE.items()
-            for task in tasks
-            if world_size(shape) == _ranks
-        },
-        _ranks,
+        {_name: functools.partial(compare, _case)},
+        torch.Size(_case.options["shape"]).numel(),
     )
-
-
 test_a_promise_is_kept = PROMISES.test()
 
 
@@ -356,19 +283,20 @@ def fake_layouts() -> list[str]:
     dist.set_debug_level(dist.DebugLevel.OFF)
     plain = fresh(Rows)
     shapes: tuple[Shape, ...] = ((2, 1), (1, 2), (2, 2), (3, 2), (2, 3), (5, 2))
-    for shape, rank in ((shape, rank) for shape in shapes for rank in range(world_size(shape))):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(shape))
+    for shape, rank in ((shape, rank) for shape in shapes for rank in range(torch.Size(shape).numel())):
+        size = torch.Size(shape).numel()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         model = fresh(Rows)
         cut_rows(model, mesh["tp"])
         hwfsdp.fully_shard(model, mesh=data_axes(mesh))
         for name, param in model.named_parameters():
-            layout = Layout(shape, param.placements, tuple(mesh.get_coordinate() or ()))
             whole, local = plain.get_parameter(name), param.to_local()
+            part = part_of(whole, shape, param.placements, mesh.get_coordinate() or ())
             same_shape = (param.shape, param.stride()) == (whole.shape, whole.stride())
             in_place = param.device_mesh == mesh and local.is_contiguous()
-            if not (same_shape and in_place and torch.equal(local, layout.part(whole))):
-                wrong.append(f"{name} at {layout.coordinate} of {shape}: {local.tolist()}")
+            if not (same_shape and in_place and torch.equal(local, part)):
+                wrong.append(f"{name} at {mesh.get_coordinate()} of {shape}: {local.tolist()}")
         dist.destroy_process_group()
     return wrong
 

@@ -184,14 +184,20 @@ def leaves(tree: Any) -> list[Tensor]:
     return [tensor for item in items for tensor in leaves(item)]
 
 
-def rank_rows(tensor: Tensor) -> Tensor:
-    """Return this rank's part of the rows of a whole batch."""
-    size = tensor.shape[0] // dist.get_world_size()
-    return tensor[dist.get_rank() * size :][:size]
+def rank_rows(tensor: Tensor, copies: int = 1) -> Tensor:
+    """Return this rank's part of the rows of a whole batch. `copies` ranks in a row get the same part."""
+    size = tensor.shape[0] * copies // dist.get_world_size()
+    return tensor[dist.get_rank() // copies * size :][:size]
 
 
 class Training:
-    """A model in training. The same scenario drives it with every library."""
+    """A model in training. The same scenario drives it with every library.
+
+    Attributes:
+        copies: the number of ranks that get the same rows of a batch, because tensor parallelism cuts the model over them.
+    """
+
+    copies = 1
 
     def __init__(
         self, build: Callable[[], Model], library: Library, how: str = "blocks", **options: Any
@@ -231,7 +237,7 @@ class Training:
         """Return this rank's rows of the batch with this seed. Without sharding, return all rows."""
         dtype = next(self.model.parameters()).dtype
         inputs = [t.to(dtype) if t.is_floating_point() else t for t in self.model.inputs(ROWS, seed)]
-        return tuple((rank_rows(t) if self.is_sharded else t).to(DEVICE) for t in inputs)
+        return tuple((rank_rows(t, self.copies) if self.is_sharded else t).to(DEVICE) for t in inputs)
 
     def loss(self, seed: int) -> Tensor:
         """Run a forward, and keep the loss."""
@@ -381,6 +387,7 @@ class Case:
 
     Attributes:
         sharding: a function to call in place of `shard`. It takes a package (hwfsdp or torch's), a module and options.
+        copies: see `Training`.
     """
 
     build: Callable[[], Model]
@@ -388,12 +395,15 @@ class Case:
     how: str = "blocks"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     sharding: Callable[..., nn.Module] | None = None
+    copies: int = 1
 
     def training(self, library: Library) -> Training:
         """Make a training whose model this library shards, or that stays unsharded."""
         if self.sharding and library is not unsharded:
             library = functools.partial(self.sharding, fsdp if library is theirs else hwfsdp)
-        return Training(self.build, library, self.how, **self.options)
+        training = Training(self.build, library, self.how, **self.options)
+        training.copies = self.copies
+        return training
 
     def run(self, library: Library) -> Trace:
         training = self.training(library)
