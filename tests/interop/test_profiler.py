@@ -7,14 +7,15 @@ in hwfsdp, the next group with gradients does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch._logging
 import torch.distributed as dist
@@ -25,10 +26,9 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import hwfsdp
 import models
-from hwfsdp import launch
 from hwfsdp.core import observer
 from oracles import fresh, wrap
-from suites import long
+from together import Together
 
 
 class Case(NamedTuple):
@@ -49,7 +49,7 @@ CASES = {
     "frozen": Case(models.frozen),
     "one rank": Case(models.stem, one_rank=True),
 }
-FULL = {"record_shapes": True, "with_stack": True, "profile_memory": True}
+two = Together(2)
 CPU = [ProfilerActivity.CPU]
 
 
@@ -82,12 +82,6 @@ def ranges(step: Callable[[], None]) -> Counter[str]:
     return Counter(name.removesuffix(" ()") for name in names)
 
 
-def compare() -> dict[str, tuple[Counter[str], Counter[str]]]:
-    return {
-        name: (ranges(trained(case, hwfsdp)), ranges(trained(case, fsdp))) for name, case in CASES.items()
-    }
-
-
 def messages(step: Callable[[], None]) -> list[str]:
     """Return the debug messages of FSDP, as TORCH_LOGS=+fsdp shows them."""
     found: list[str] = []
@@ -102,69 +96,43 @@ def messages(step: Callable[[], None]) -> list[str]:
     return found
 
 
-def compare_messages() -> dict[str, tuple[list[str], list[str]]]:
-    return {
-        name: (messages(trained(case, hwfsdp)), messages(trained(case, fsdp))) for name, case in CASES.items()
-    }
+@two.finds([])
+def profiles_and_torch_logs_have_the_ranges_of_fsdp2() -> list[str]:
+    wrong = []
+    for name, case in CASES.items():
+        ours, theirs = (ranges(trained(case, library)) for library in (hwfsdp, fsdp))
+        said = [sorted(messages(trained(case, library))) for library in (hwfsdp, fsdp)]
+        skipped = ["FSDP::forward_prefetch for "] + ["FSDP::post_backward_rs_wait"] * (name == "frozen")
+        others = [each for each in (ours - theirs) + (theirs - ours) if not each.startswith(tuple(skipped))]
+        wrong += [f"{name}: {others}"] * bool(others) + [f"{name}: {said}"] * (said[0] != said[1])
+        wrong += [f"{name}: {ours}"] * (not ours or not said[0])
+    return wrong
 
 
-def profile_in_all_ways(folder: str) -> list[int]:
-    """Count the ranges of FSDP in each file of profiles of all kinds. The last kind is on the first rank only."""
-    step, path = trained(CASES["blocks"], hwfsdp), Path(folder) / str(dist.get_rank())
-    files: list[Path] = []
+@two.finds([True, True, True])
+def all_kinds_of_profiles_can_be_made_and_list_each_process_group_once() -> list[Any]:
+    step, traces = trained(CASES["blocks"], hwfsdp), []
 
     def keep(profiled: Any) -> None:
-        files.append(path.with_suffix(f".{len(files)}.json"))
-        profiled.export_chrome_trace(str(files[-1]))
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            profiled.export_chrome_trace(file.name)
+            traces.append(json.loads(Path(file.name).read_text()))
 
-    for options in ({}, FULL):
-        with profile(activities=CPU, on_trace_ready=keep, **options):
-            step()
-    with profile(
-        activities=CPU, schedule=schedule(wait=1, warmup=1, active=1, repeat=2), on_trace_ready=keep
-    ) as turns:
-        for _ in range(6):
-            step()
-            turns.step()
-    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(path.with_suffix(".et.json")))
-    with profile(activities=CPU, execution_trace_observer=observer):
+    options: list[dict[str, Any]] = [
+        {"record_shapes": True, "with_stack": True, "profile_memory": True},
+        {"schedule": schedule(wait=1, warmup=1, active=1)},
+    ]
+    for each in options:
+        with profile(activities=CPU, on_trace_ready=keep, **each) as turns:
+            for _ in range(3):
+                step()
+                turns.step()
+    with profile(on_trace_ready=keep) if dist.get_rank() == 0 else contextlib.nullcontext():
         step()
-    if dist.get_rank() == 0:
-        with profile(activities=CPU, on_trace_ready=keep):
-            step()
-    else:
-        step()
-    traces = [json.loads(file.read_text()) for file in files]
-    groups = [len(trace["distributedInfo"]["pg_config"]) for trace in traces]
-    assert groups == [1] * len(traces), "a profile lists the groups of torch, and each once"
-    return [sum(e.get("name", "").startswith("FSDP::") for e in trace["traceEvents"]) for trace in traces]
-
-
-def test_a_profile_has_the_ranges_of_fsdp2() -> None:
-    for found in launch(compare, 2):
-        for case, (ours, theirs) in found.items():
-            skipped = ["FSDP::forward_prefetch for "] + ["FSDP::post_backward_rs_wait"] * (case == "frozen")
-            for names in (ours, theirs):
-                for name in [name for name in names if name.startswith(tuple(skipped))]:
-                    del names[name]
-            assert ours == theirs, case
-        assert found["blocks"][0]["FSDP::all_gather (blocks.1)"] == 4
-
-
-def test_torch_logs_have_the_messages_of_fsdp2() -> None:
-    for found in launch(compare_messages, 2):
-        assert all(sorted(ours) == sorted(theirs) for ours, theirs in found.values()), found
-        ours, theirs = found["blocks"]
-        assert "FSDP::post_backward (blocks.1)" in ours
-        assert {*ours[:2]} == {"FSDP::root_pre_forward", "FSDP::pre_forward"}
-
-
-@pytest.mark.parametrize("shared_memory", ["1", long("0")])
-def test_all_kinds_of_profiles_can_be_made(shared_memory, tmp_path, monkeypatch):
-    monkeypatch.setenv("HWFSDP_SHARED_MEMORY", shared_memory)
-    first, second = launch(profile_in_all_ways, 2, str(tmp_path))
-    assert len(first) == len(second) + 1 == 5
-    assert len({*first, *second}) == 1 and first[0] > 0, (first, second)
+    groups = [[group["pg_name"] for group in trace["distributedInfo"]["pg_config"]] for trace in traces]
+    counts = [sum(e.get("name", "").startswith("FSDP::") for e in trace["traceEvents"]) for trace in traces]
+    once = all(len({*names}) == len(names) > 0 for names in groups)
+    return [all(counts), once, len(traces) == 2 + (dist.get_rank() == 0)]
 
 
 def gathered_by_hand(library: Any) -> Counter[str]:
@@ -175,8 +143,9 @@ def gathered_by_hand(library: Any) -> Counter[str]:
     return ranges(model.unshard)
 
 
-def slots() -> list[bool]:
-    """Tell before, in and after a profile if the observer's slot is empty; then compare gathers by hand with FSDP2's."""
+@two.finds([True, False, True, True, True])
+def the_observer_is_in_its_slot_only_while_a_profiler_runs() -> list[bool]:
+    """Look before, in and after a profile; then compare gathers by hand with FSDP2's."""
     step = trained(CASES["blocks"], hwfsdp)
     found = [observer.slot is None]
     with profile(activities=CPU):
@@ -188,14 +157,4 @@ def slots() -> list[bool]:
     return [*found, bool(ours), ours == theirs]
 
 
-def test_the_observer_is_in_its_slot_only_while_a_profiler_runs() -> None:
-    assert launch(slots, 2) == [[True, False, True, True, True]] * 2
-
-
-def test_no_range_is_made_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a range, and nobody to see it")
-
-    monkeypatch.setattr(torch.autograd.profiler.record_function, "__enter__", refuse)
-    with hwfsdp.compat.profiler_range("all_gather", "blocks.0"):
-        pass
+test_on_two_ranks = two.test()

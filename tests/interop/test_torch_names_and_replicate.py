@@ -114,8 +114,7 @@ def trained(model: models.Model) -> Trace:
     for step in range(3):
         (rows,) = model.inputs(12, step)
         objective(model(rank_rows(rows))).backward()
-        for name, param in model.named_parameters():
-            trace.keep(f"grad {name}", param.grad)
+        trace.keep_grads(model)
         model.zero_grad()
     return trace
 
@@ -177,9 +176,6 @@ def a_model_of_two_libraries_is_refused() -> bool:
     return type(model) is nn.Sequential
 
 
-# --- Attributes that torch's pipeline stages read ----------------------------------------------------------
-
-
 test_on_two_ranks = two.test()
 
 
@@ -234,9 +230,8 @@ def test_a_program_of_torchs_runs_on_ours_unchanged(client: Path) -> None:
 
 @pytest.mark.long
 def test_processes_that_the_program_starts_are_swapped_too(client: Path) -> None:
-    said = said_by(
-        "-m", "hwfsdp", "swap", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", client
-    )
+    torchrun = "torch.distributed.run --standalone --nproc-per-node=2".split()
+    said = said_by("-m", "hwfsdp", "swap", "-m", *torchrun, client)
     assert said.count("hwfsdp.features.module") == 2
 
 
