@@ -41,57 +41,28 @@ LIBRARIES = (hwfsdp, fsdp)
 
 
 def sharded(library: ModuleType, **options: Any) -> Any:
-    return library.fully_shard(nn.Linear(4, 4), mesh=cpu_mesh(), **options)
+    return library.fully_shard(nn.Linear(4, 4), **{"mesh": cpu_mesh(), **options})
 
 
-def shard_twice(library: ModuleType) -> None:
-    library.fully_shard(sharded(library), mesh=cpu_mesh())
+MISTAKES: dict[str, Callable[[ModuleType], Any]] = {
+    "sharded twice": lambda library: library.fully_shard(sharded(library), mesh=cpu_mesh()),
+    "copied": lambda library: copy.deepcopy(sharded(library)),
+    "unnamed axes": lambda library: sharded(library, mesh=init_device_mesh("cpu", (1, 2))),
+    "a dimension that is not there": lambda library: sharded(library, shard_placement_fn=lambda _: Shard(5)),
+}
 
 
-def copy_deeply(library: ModuleType) -> None:
-    copy.deepcopy(sharded(library))
+def is_caught_as_torchs(mistake: Callable[[ModuleType], Any]) -> bool:
+    errors = []
+    for library in LIBRARIES:
+        with pytest.raises(Exception) as caught:
+            mistake(library)
+        errors.append(caught.value)
+    return isinstance(errors[0], hwfsdp.FSDPError) and isinstance(errors[0], type(errors[1]))
 
 
-def shard_over_unnamed_axes(library: ModuleType) -> None:
-    library.fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 2)))
-
-
-def shard_a_dimension_that_is_not_there(library: ModuleType) -> None:
-    sharded(library, shard_placement_fn=lambda _: Shard(5))
-
-
-def allocate_for_custom_collectives(library: ModuleType) -> None:
-    module = sharded(library)
-    module.set_custom_all_gather(object())
-    module.set_allocate_memory_from_process_group_for_comm(True)
-
-
-def begin_with_a_group_of_two(library: ModuleType) -> None:
-    modules: Any = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    library.fully_shard(modules, mesh=cpu_mesh())
-    modules[0](torch.ones(1, 4))
-
-
-def raised_by(mistake: Callable[[ModuleType], None], library: ModuleType) -> Exception:
-    with pytest.raises(Exception) as caught:
-        mistake(library)
-    return caught.value
-
-
-def is_caught_as_torchs(mistake: Callable[[ModuleType], None]) -> bool:
-    ours, theirs = (raised_by(mistake, library) for library in LIBRARIES)
-    return isinstance(ours, hwfsdp.FSDPError) and isinstance(ours, type(theirs))
-
-
-for _mistake in (
-    shard_twice,
-    copy_deeply,
-    shard_over_unnamed_axes,
-    shard_a_dimension_that_is_not_there,
-    allocate_for_custom_collectives,
-    begin_with_a_group_of_two,
-):
-    two.add(_mistake.__name__, functools.partial(is_caught_as_torchs, _mistake), True)
+for _name, _mistake in MISTAKES.items():
+    two.add(_name, functools.partial(is_caught_as_torchs, _mistake), True)
 
 
 @two.finds(True)
@@ -255,23 +226,16 @@ def test_an_error_of_the_program_is_shown_as_python_shows_it(tmp_path: Path) -> 
     assert swapped.stderr.splitlines() == python_s_own and str(folder) in python_s_own[-1]
 
 
-def test_torchs_implementation_is_not_hwfsdps_under_another_name() -> None:
-    names = mock.patch.object(fsdp, "fully_shard", hwfsdp.fully_shard)
-    model, mesh = nn.Linear(4, 4), cast(DeviceMesh, None)  # never read
-    with names, pytest.raises(hwfsdp.UsageError, match="'fsdp2': expected torch's own fully_shard"):
-        sharder("fsdp2", model, mesh)(model)
-
-
-@pytest.mark.parametrize("exported", [True, False])
-def test_tests_that_would_compare_hwfsdp_with_itself_do_not_start(exported: bool) -> None:
-    """They do not start if the folder of `hwfsdp swap` is exported, or if the names were replaced in another way."""
+def test_what_would_compare_hwfsdp_with_itself_does_not_start() -> None:
+    """Neither `--implementation fsdp2` nor these tests, if torch's names were replaced."""
     configure = runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["pytest_configure"]
     configure(None)
-    startup = str(Path(hwfsdp.__file__).parent / "startup")
-    environ = mock.patch.dict(os.environ, {"PYTHONPATH": f"{os.sep}{os.pathsep}{startup}"})
-    names = mock.patch.object(fsdp, "fully_shard", hwfsdp.fully_shard)
-    with environ if exported else names, pytest.raises(pytest.UsageError, match="without hwfsdp's startup"):
-        configure(None)
+    model, mesh = nn.Linear(4, 4), cast(DeviceMesh, None)  # never read
+    with mock.patch.object(fsdp, "fully_shard", hwfsdp.fully_shard):
+        with pytest.raises(pytest.UsageError, match="without hwfsdp's startup"):
+            configure(None)
+        with pytest.raises(hwfsdp.UsageError, match="'fsdp2': expected torch's own fully_shard"):
+            sharder("fsdp2", model, mesh)(model)
 
 
 def test_a_program_that_holds_torchs_names_already_is_told_before_anything_is_changed() -> None:
