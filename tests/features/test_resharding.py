@@ -375,4 +375,64 @@ def gathered_once() -> dict[str, list[str]]:
 
 
 PROMISES.add("a group is gathered once", {"by hand": gathered_once})
+
+
+# --- Objects that stay the same ------------------------------------------------------------------------------
+
+
+def watch_a_training(reshard_after_forward: bool | None) -> dict[str, list[str]]:
+    """Return the problems with parameter objects, seen at every turn of three training steps.
+
+    Autograd must not take a gather for a write.
+    """
+    training = Training(models.stem, ours, reshard_after_forward=reshard_after_forward)
+    sharded: list[list[nn.Parameter]] = []
+    whole: dict[str, list[nn.Parameter]] = {}
+    versions: dict[str, list[int]] = {}
+
+    def see(name: str, module: nn.Linear, *_: Any) -> None:
+        assert isinstance(module.weight, nn.Parameter) and not isinstance(module.weight, DTensor), name
+        whole.setdefault(name, []).append(module.weight)
+        versions.setdefault(name, []).append(module.weight._version)
+
+    for name, module in training.model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(functools.partial(see, name))
+    for seed in range(3):
+        sharded.append(list(training.model.parameters()))
+        training.loss(seed).backward()
+        sharded.append(list(training.model.parameters()))
+        training.update()
+        training.model.state_dict()
+        training.model.unshard()
+        training.model.reshard()
+    sharded.append(list(training.model.parameters()))
+    wrong = [f"{name}: {len(seen)} times" for name, seen in whole.items() if len(seen) != 3]
+    wrong += [f"{name}: several whole objects" for name, seen in whole.items() if len({*map(id, seen)}) != 1]
+    wrong += [f"{name}: versions {seen}" for name, seen in versions.items() if len({*seen}) != 1]
+    wrong += ["several shards" for turns in zip(*sharded, strict=True) if len({*map(id, turns)}) != 1]
+    return {"objects": wrong if whole else ["nothing seen"]}
+
+
+def names_and_classes() -> dict[str, list[str]]:
+    """Check that both names of a tied parameter show one object, and that the class of a sharded module is derived from both."""
+    model = Training(models.Transformer, ours).model
+    facts = {"sharded": model.head.weight is model.embed.weight}
+    model.unshard()
+    facts["whole"] = model.head.weight is model.embed.weight
+    module = models.Block(2, 2, 2)
+    facts["the same module"] = ours(module) is module
+    facts["both classes"] = isinstance(module, hwfsdp.FSDPModule) and isinstance(module, models.Block)
+    facts["one class"] = type(ours(models.Block(3, 3, 3))) is type(module)
+    facts["its layers"] = type(module.up) is nn.Linear
+    return {"facts": [what for what, holds in facts.items() if not holds]}
+
+
+PROMISES.add(
+    "modules and parameters stay the same objects",
+    {
+        **{f"reshard {value}": functools.partial(watch_a_training, value) for value in (None, True, False)},
+        "tied names, classes": names_and_classes,
+    },
+)
 test_a_promise_is_kept = PROMISES.test()
