@@ -11,7 +11,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from oracles import (
     compare_traffic,
     ours,
     recorded_steps,
+    sharded_modules,
     theirs,
     walk,
 )
@@ -156,22 +156,6 @@ def choose_and_train(training: Training, pattern: str = "11") -> None:
     training.keep_params()
 
 
-def reduce_unused(training: Training, recurse: bool = True) -> None:
-    """Ask for zeros as the gradients of parameters that no rank uses."""
-    if training.is_sharded:
-        where = training.model if recurse else training.model.blocks[0]
-        where.set_reduce_scatter_unused_params(True, recurse=recurse)
-    training.steps(2)
-    training.call("set_reduce_scatter_unused_params", False)
-    training.steps(1, first_seed=2)
-
-
-UNUSED: dict[str, Case] = {
-    "ranks choose": Case(forks, choose_and_train),
-    "nobody runs": Case(models.Unused, reduce_unused),
-}
-
-
 # --- Divide factor -----------------------------------------------------------------------------------------
 
 
@@ -196,34 +180,33 @@ def divide_by_the_older_name(training: Training) -> None:
 # --- Where reductions run ----------------------------------------------------------------------------------
 
 
-def groups_of_a_step(training: Training) -> tuple[set[Any], set[Any]]:
-    """Return the names of the process groups of gathers and of reduce-scatters in a step."""
-    found: dict[str, set[str]] = {"all": set(), "reduce": set()}
+class Noting(hwfsdp.collectives.DefaultReduceScatter):
+    """A reduce-scatter that notes the names of its process groups."""
 
-    def watched(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found[name.split("_")[0]].add(kwargs["group"].group_name)
-        return original(*args, **kwargs)
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: set[str] = set()
 
-    names = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
-    watching = {n: functools.partial(watched, n, getattr(dist, n)) for n in names if hasattr(dist, n)}
-    with mock.patch.multiple(dist, **watching):
-        training.loss(0).backward()
-    return found["all"], found["reduce"]
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self.groups.add(group.group_name)
+        return super().__call__(output_tensor, input_tensor, group, *args, **kwargs)
 
 
 def separated_groups() -> dict[str, list[str]]:
-    training = Training(models.stem, ours)
-    found = [groups_of_a_step(training)]
-    for arguments in ((True,), (), (False,)):
-        training.model.set_separate_reduce_scatter_group(*arguments)
-        found.append(groups_of_a_step(training))
+    """Reduce in the group of the gathers, twice in a group of its own, and in the group of the gathers again."""
+    training, found = Training(models.stem, ours), []
+    for separate in (False, True, True, False):
+        noting = Noting()
+        for module in sharded_modules(training.model):
+            module.set_custom_reduce_scatter(noting)
+        training.model.set_separate_reduce_scatter_group(separate)
+        training.loss(0).backward()
+        found.append(noting.groups)
     together, separated, again, back = found
-    facts = {
-        "the gathers stay": together[0] == together[1] == back[1] == separated[0],
-        "another group": len(separated[1]) == 1 and separated[0] != separated[1],
-        "made once": again[1] == separated[1],
-    }
-    return {"groups": [f"{what}: {found}" for what, holds in facts.items() if not holds]}
+    right = together == back and separated == again != together and len(separated) == 1
+    return {"groups": [] if right else [str(found)]}
 
 
 # --- Reductions in flight ----------------------------------------------------------------------------------
@@ -300,7 +283,7 @@ def give_event(training: Training, make_event: Callable[[], Any]) -> None:
 # --- One launch for all these switches ---------------------------------------------------------------------
 
 SWITCHES: dict[str, Case] = {
-    **section("unused", UNUSED),
+    "unused: ranks choose": Case(forks, choose_and_train),
     "event: an event": Case(
         models.stem, functools.partial(give_event, make_event=lambda: torch.Event("cpu"))
     ),
@@ -310,8 +293,8 @@ SWITCHES: dict[str, Case] = {
 PROMISES.trains(
     "a switch works as in FSDP2 and changes no number but those it is for",
     SWITCHES,
-    # PyTorch gives no zeros for unused parameters, and divides nothing
-    not_plain=[name for name in SWITCHES if "nobody" in name or "divided" in name],
+    # PyTorch divides nothing
+    not_plain=[name for name in SWITCHES if "divided" in name],
 )
 
 
@@ -332,7 +315,6 @@ FROZEN = Case(models.stem, options={"policy": BF16_FP32})
 PROMISES.add(
     "reductions carry the parameters that train as in FSDP2",
     {"bf16": functools.partial(compare_traffic, FROZEN, step_with_some_frozen, (0, 1, 2, 3))},
-    ranks=3,
 )
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import hwfsdp
 import models
-from hwfsdp import Event, EventLog, launch, record
+from hwfsdp import Event, EventLog, launch
 from oracles import (
     BF16_FP32,
     BITS,
@@ -33,6 +33,7 @@ from oracles import (
     Shape,
     Training,
     accumulate,
+    compare_traffic,
     configure,
     grid,
     ours,
@@ -293,18 +294,6 @@ def cut_by_another_axis() -> Any:
     return {"FSDP2": different}
 
 
-def only_reduced() -> Any:
-    """Check that without an axis to shard, a group is all-reduced and never gathered."""
-    training = named("replicate").training(ours)
-    with record() as log:
-        training.loss(0).backward()
-    model = OnMesh()
-    groups = (*reversed(model.blocks), nn.ModuleList([model.stem, model.head]))
-    expected = [("all_reduce", sum(param.nbytes for param in group.parameters())) for group in groups]
-    found = [(event.op, event.bytes) for event in log.collectives()]
-    return {"collectives": [] if found == expected else [f"{found} instead of {expected}"]}
-
-
 def spread(over: DeviceMesh, placements: Sequence[Any], *sizes: int) -> nn.Module:
     linear = nn.Linear(*sizes or (4, 4), bias=False)
     linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), over, placements))
@@ -330,7 +319,10 @@ def refuse_wrong_axes() -> Any:
     return {"unrefused": unrefused}
 
 
-PROMISES.add(BY_NAME, {"only reduced": only_reduced, "refused": refuse_wrong_axes})
+PROMISES.add(
+    BY_NAME,
+    {"only reduced": functools.partial(compare_traffic, named("replicate")), "refused": refuse_wrong_axes},
+)
 PROMISES.add(
     BY_NAME,
     {"no smaller mesh after forward": refuse_to_reshard_to_two, "cut by another axis": cut_by_another_axis},
