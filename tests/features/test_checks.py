@@ -6,7 +6,6 @@ have the same classes and parameters as before, and still be able to train.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +20,7 @@ import hwfsdp
 import models
 from hwfsdp.compat import note_applied
 from hwfsdp import DataParallelMeshDims, StateError, UsageError, fully_shard, launch
-from hwfsdp.errors import (
-    CopyRefusedError,
-    RefusedError,
-    RuntimeRefusedError,
-    UnsupportedError,
-    WrongTypeError,
-)
+from hwfsdp.errors import RefusedError, RuntimeRefusedError, UnsupportedError, WrongTypeError
 from oracles import cpu_mesh, ours, wrap
 
 Action = Callable[[], Any]
@@ -214,13 +207,6 @@ def runs(model: models.Model) -> tuple[nn.Module, Action]:
     """Return a sharded model, and a forward of it."""
     wrap(model, ours)
     return model, lambda: forward(model)
-
-
-@mistake(CopyRefusedError, "deepcopy", "FSDPBlock", "state_dict")
-def a_copy_from_above() -> tuple[nn.Module, Action]:
-    model = models.stem()
-    ours(model.blocks[1])
-    return model, lambda: copy.deepcopy(model)
 
 
 @mistake(RefusedError, "'blocks.1'", "torch.float32 and torch.float64", "fully_shard of their own")

@@ -303,6 +303,7 @@ def copies_pickles_traces_and_sparse_gradients_are_refused_with_a_remedy() -> li
     table = ours(nn.Embedding(4, 4, sparse=True))
     return [
         *said(CopyRefusedError, lambda: copy.copy(model[0]), "FSDPLinear", "state_dict"),
+        *said(CopyRefusedError, lambda: copy.deepcopy(nn.Sequential(model)), "FSDPSequential", "deepcopy"),
         *said(pickle.PicklingError, lambda: pickle.dumps(model), "FSDPSequential", "state_dict"),
         *said(RuntimeRefusedError, model.share_memory, "before fully_shard"),
         *said(RuntimeRefusedError, lambda: torch.jit.script(model), "torch.compile"),

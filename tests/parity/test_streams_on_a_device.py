@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import pretended
@@ -28,7 +27,7 @@ from benchmarks.contenders import world_mesh
 from benchmarks.fake import in_fake_world
 from hwfsdp.features.feature_state import checked_state
 from hwfsdp.collectives import AllGather, ReduceScatter
-from hwfsdp.core.device_streams import DeviceStream, HostStream, Stream
+from hwfsdp.core.device_streams import Stream
 from oracles import BITS, Trace, differences
 from together import run_all
 
@@ -202,14 +201,6 @@ def found_on(device: str) -> dict[str, Any]:
     return in_fake_world(run_all, WORLD_SIZE, checks)
 
 
-def with_a_deaf_stream(name: str, places: Collection[Place], device: str) -> list[str]:
-    """Train while the stream of this name waits for nothing. Return the differences."""
-    kind: Any = HostStream if device == "cpu" else DeviceStream
-    expected, wait = train(Case(), Delays(device)), kind.wait
-    with mock.patch.object(kind, "wait", lambda s, event: None if s.name == name else wait(s, event)):
-        return differences(train(Case(), Delays(device, places)), expected, *BITS)
-
-
 gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -223,17 +214,3 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_every_loss_and_gradient_has_the_same_bits(case: str, device: str) -> None:
     assert found_on(device)[case] == {FSDP2: [], DELAYS: [], LITTER: []}
-
-
-deaf = [
-    pytest.param("cpu", "compute", (Place.GATHER,)),
-    pytest.param("cuda", "compute", (Place.GATHER,), marks=gpu),
-    pytest.param("cuda", "copy", COMPUTE, marks=gpu),
-    pytest.param("cuda", "all_gather", (Place.ALLOCATE,), marks=gpu),
-    pytest.param("cuda", "reduce_scatter", COMPUTE, marks=gpu),
-]
-
-
-@pytest.mark.parametrize(("device", "name", "late"), deaf)
-def test_a_stream_that_does_not_wait_is_found(device: str, name: str, late: tuple[Place, ...]) -> None:
-    assert in_fake_world(with_a_deaf_stream, WORLD_SIZE, name, late, device) != []
