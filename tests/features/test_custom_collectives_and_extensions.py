@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
@@ -77,24 +75,17 @@ class Doubled:
         output_tensor.mul_(2)
 
 
-def trained(library: Library, change: Callable[[Any], None]) -> list[Tensor]:
-    """Change a sharded model, and run two steps. Return losses and gradients."""
+def trained(library: Library, change: Callable[[Any], None]) -> Trace:
+    """Change a sharded model, and run two steps. Return gradients."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     for layer in model:
         library(layer)
     library(model)
     change(model)
-    found = []
     for step in range(2):
-        loss = model(torch.full((2, 4), 1.0 + step)).square().sum()
-        loss.backward()
-        found.append(loss.detach())
-    return [*found, *(p.grad.full_tensor() for p in model.parameters())]
-
-
-def same(change: Callable[[Any], None]) -> bool:
-    return all(map(torch.equal, trained(ours, change), trained(theirs, change)))
+        model(torch.full((2, 4), 1.0 + step)).square().sum().backward()
+    return Trace().keep_grads(model)
 
 
 def gather_into_one_buffer(model: Any) -> None:
@@ -126,8 +117,12 @@ def divide_by_a_method(model: Any) -> None:
     model[1].set_gradient_divide_factor(4.0)
 
 
-def is_autograd_off_after_gathers() -> list[bool]:
-    """Look at the grad mode in which an extension's tensors are filled, in a forward and in its backward."""
+def other_than_fsdp2(change: Callable[[Any], None]) -> list[str]:
+    return differences(trained(ours, change), trained(theirs, change), *BITS)
+
+
+@two.finds([True, True])
+def an_extension_runs_without_autograd_in_forward_and_backward() -> list[bool]:
     model: Any = ours(nn.Sequential(nn.Linear(4, 4, bias=False)))
     local, seen = local_of(model[0].weight), []
 
@@ -141,17 +136,12 @@ def is_autograd_off_after_gathers() -> list[bool]:
     return seen
 
 
-two.add(
-    "an extension runs without autograd in forward and backward", is_autograd_off_after_gathers, [True, True]
-)
-
-
 for _change in (
     gather_into_one_buffer,
     double_gradients_by_an_attribute,
     gather_halves_by_methods_of_the_local_tensor,
 ):
-    two.add(f"as FSDP2: {_change.__name__}", lambda _change=_change: same(_change), True)
+    two.add(f"as FSDP2: {_change.__name__}", functools.partial(other_than_fsdp2, _change), [])
 
 
 @two.finds([True, False])
@@ -164,56 +154,40 @@ def zero_grad_of_one_module_of_a_list_leaves_the_gradients_of_the_others() -> li
     return [layer.weight.grad is None for layer in model]
 
 
-two.add(
-    "an attribute of torch's group sets what the method sets",
-    lambda: all(map(torch.equal, trained(ours, divide_by_an_attribute), trained(ours, divide_by_a_method))),
-    True,
-)
+@two.finds([])
+def an_attribute_of_torchs_group_sets_what_the_method_sets() -> list[str]:
+    return differences(trained(ours, divide_by_an_attribute), trained(ours, divide_by_a_method), *BITS)
 
 
 # --- Custom collectives ---------------------------------------------------------------------------------------------
 
 
-class Transport:
-    """A custom all-gather and reduce-scatter of a library. They record their calls."""
+class Counting:
+    """A custom collective that notes its calls, for both libraries."""
 
-    def __init__(self, library: ModuleType) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        api = hwfsdp.collectives if library is hwfsdp else _fsdp_api
-        calls = self.calls
+    def __init__(self, collective: Callable[..., Any]) -> None:
+        self.collective, self.calls = collective, []
 
-        def allocate(self: Any, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-            calls.append(("allocate", self.kind, torch.Size(size).numel(), dtype, str(device)))
-            return torch.full(tuple(size), 7.0, dtype=dtype, device=device)
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.calls.append(f"allocate {torch.Size(size).numel()} {dtype} {device}")
+        return torch.full(tuple(size), 7.0, dtype=dtype, device=device)
 
-        class CountingAllGather(api.AllGather):
-            kind = "all_gather"
-
-            def __call__(self, output_tensor, input_tensor, group, async_op=False):
-                calls.append(("all_gather", output_tensor.numel(), input_tensor.numel(), group.size()))
-                all_gather_single(output_tensor, input_tensor, group, False)
-
-        class CountingReduceScatter(api.ReduceScatter):
-            kind = "reduce_scatter"
-
-            def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-                calls.append(("reduce_scatter", output_tensor.numel(), input_tensor.numel(), group.size()))
-                reduce_scatter_single(output_tensor, input_tensor, op, group, False)
-
-        CountingAllGather.allocate = CountingReduceScatter.allocate = allocate
-        CountingAllGather.__abstractmethods__ = CountingReduceScatter.__abstractmethods__ = frozenset()
-        self.all_gather, self.reduce_scatter = CountingAllGather(), CountingReduceScatter()
+    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):
+        name, sizes = self.collective.__name__, (output_tensor.numel(), input_tensor.numel(), group.size())
+        self.calls.append(f"{name} {sizes}")
+        options = (group,) if op is None else (op, group)
+        self.collective(output_tensor, input_tensor, *options, False)
 
 
 def custom(training: Training) -> None:
-    """Give all modules but the first block the custom collectives, and keep their calls."""
-    transport = Transport(training.package)
+    """Give all modules but the first block custom collectives, and keep their calls."""
+    gather, reduction = Counting(all_gather_single), Counting(reduce_scatter_single)
     for module in [training.model, *training.model.blocks[1:]]:
-        module.set_custom_all_gather(transport.all_gather)
-        module.set_custom_reduce_scatter(transport.reduce_scatter)
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduction)
     training.steps(2)
-    assert transport.calls
-    for call in sorted(map(str, transport.calls)):
+    assert gather.calls and reduction.calls
+    for call in sorted(gather.calls + reduction.calls):
         training.trace.keep(call, None)
 
 
@@ -240,8 +214,8 @@ def a_transport_refuses_a_collective_that_it_lacks_and_names_the_alternative() -
     with pytest.raises(NotImplementedError, match="symm.*set_allocate_memory_from_process_group_for_comm"):
         model.set_symm_mem_for_comm()
     model(*model.inputs(4, 0)).sum().backward()
-    model.set_custom_all_gather(Transport(hwfsdp).all_gather)
-    with pytest.raises(hwfsdp.StateError, match="CountingAllGather"):
+    model.set_custom_all_gather(Counting(all_gather_single))
+    with pytest.raises(hwfsdp.StateError, match="Counting"):
         model.set_allocate_memory_from_process_group_for_comm(True)
 
 
