@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -151,42 +151,6 @@ def sharded_model() -> Model:
     return model
 
 
-# --- How deep a collective is --------------------------------------------------------------------------------
-
-
-def frames_to_collectives() -> dict[str, list[str]]:
-    """For each collective of the second step, return the longest chain of calls from torch's hook to it. The collective comes last."""
-    import sys
-
-    model, found = sharded_model(), {}
-
-    def counted(name: str) -> Any:
-        real = getattr(dist, name)
-
-        def collective(*args: Any, **options: Any) -> Any:
-            way, frame = [name], sys._getframe(1)
-            while (
-                "/torch/nn/" not in frame.f_code.co_filename
-                and "/torch/autograd/" not in frame.f_code.co_filename
-            ):
-                way.insert(0, frame.f_code.co_qualname)
-                frame = frame.f_back  # type: ignore[assignment]
-            found[name] = max(found.get(name, []), way, key=len)
-            return real(*args, **options)
-
-        return mock.patch.object(dist, name, collective)
-
-    tokens = torch.arange(5)
-    model(tokens).sum().backward()
-    names = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
-    with ExitStack() as watched:
-        for name in names:  # torch 2.13 renamed them
-            if hasattr(dist, name):
-                watched.enter_context(counted(name))
-        model(tokens).sum().backward()
-    return found
-
-
 # --- What is in memory ------------------------------------------------------------------------------------------
 
 
@@ -315,7 +279,6 @@ def as_it_is(module: nn.Module) -> list[Any]:
 class Found(NamedTuple):
     """The results of all programs of this part, from one rank."""
 
-    frames: dict[str, list[str]]
     in_memory: dict[str, list[int]]
     stream_sets: int
     adoptions: list[int]
@@ -324,5 +287,5 @@ class Found(NamedTuple):
 
 def everything() -> tuple[Both, tuple[Any, ...]]:
     """Return the results of `both`, and the fields of `Found`."""
-    found = Found(frames_to_collectives(), groups_in_memory(), stream_sets(), adoptions(), refused())
+    found = Found(groups_in_memory(), stream_sets(), adoptions(), refused())
     return both(), tuple(found)
