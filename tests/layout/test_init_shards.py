@@ -250,12 +250,15 @@ def start_and_train(training: Training) -> None:
     training.steps()
 
 
-for name, build in {"tied": models.Transformer, "buffers": models.Normalized}.items():
-    two.add(
-        f"started on meta, {name}",
-        functools.partial(compare, Case(build, start_and_train), BITS, None),
-        {"FSDP2": []},
-    )
+two.add(
+    "started on meta, uneven",
+    functools.partial(compare, Case(models.uneven, start_and_train), BITS, REGROUPING),
+    {"FSDP2": [], "unsharded": []},
+)
+# PyTorch unties parameters on meta; statistics are of the rank's rows
+for build in (models.Transformer, models.Normalized):
+    check = functools.partial(compare, Case(build, start_and_train), BITS, None)
+    two.add(f"started on meta, {build.__name__}", check, {"FSDP2": []})
 
 
 # --- explain -----------------------------------------------------------------------------------------------
