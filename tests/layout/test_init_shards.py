@@ -24,7 +24,19 @@ from hwfsdp.compat import fake_process_group
 from hwfsdp.core.mesh import default_mesh
 from hwfsdp.layout.shard_on_meta import on_paper
 from hwfsdp.layout.init_shards import generator_of
-from oracles import BITS, Case, Training, by_columns, compare, cpu_mesh, fresh, ours, sharded_modules, wrap
+from oracles import (
+    BITS,
+    REGROUPING,
+    Case,
+    Training,
+    by_columns,
+    compare,
+    cpu_mesh,
+    fresh,
+    ours,
+    sharded_modules,
+    wrap,
+)
 from together import Together
 
 Whole = dict[str, Tensor]
