@@ -22,8 +22,7 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as torchs
-from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
 import hwfsdp
@@ -182,18 +181,11 @@ def info_of(mesh: DeviceMesh) -> Any:
     return torchs.FSDPMeshInfo(mesh, shard_mesh_dim=0)
 
 
-@functools.cache
-def info_by_axes() -> Any:
-    """Return torch's description of the axis to shard over, by its name in the whole mesh."""
-    return _get_mesh_info(expert_grid(), fsdp.DataParallelMeshDims(shard="efsdp"))
-
-
-def deal_out(experts: Experts, by_axes: bool = False) -> None:
-    """Give every rank half of the experts: DTensors on the axis `ep`, or on all axes."""
-    mesh = expert_grid() if by_axes else expert_grid()["ep"]
-    placements = [*[Replicate()] * by_axes, Shard(0)]
+def deal_out(experts: Experts) -> None:
+    """Give every rank half of the experts: DTensors on the axis `ep`."""
     for name, param in list(experts.named_parameters()):
-        setattr(experts, name, nn.Parameter(distribute_tensor(param.detach(), mesh, placements)))
+        part = distribute_tensor(param.detach(), expert_grid()["ep"], [Shard(0)])
+        setattr(experts, name, nn.Parameter(part))
 
 
 def on_meshes(
@@ -202,7 +194,6 @@ def on_meshes(
     *,
     kind: str = "two of four",
     parallel: bool = False,
-    by_axes: bool = False,
     placement: Shard | None = None,
     torchs_result: bool = False,
     policy: dict[str, Any] | None = None,
@@ -214,11 +205,9 @@ def on_meshes(
     found = [each for each in nn.ModuleList(module if isinstance(module, list) else [module]).modules()]
     experts = [each for each in found if isinstance(each, Experts) and not isinstance(each.up, DTensor)]
     for each in experts if parallel else ():
-        deal_out(each, by_axes)
-    if by_axes:
-        results: list[Any] = [torchs.ShardPlacementResult(placement, info_by_axes())]
-    elif package is hwfsdp and not torchs_result:
-        results = [hwfsdp.ShardPlacementResult(placement, mesh) for mesh in sparse]
+        deal_out(each)
+    if package is hwfsdp and not torchs_result:
+        results: list[Any] = [hwfsdp.ShardPlacementResult(placement, mesh) for mesh in sparse]
     else:
         results = [torchs.ShardPlacementResult(placement, info_of(mesh)) for mesh in sparse]
     chosen = {each.up: results[0] for each in experts} | {each.down: results[-1] for each in experts}
@@ -284,7 +273,6 @@ CASES: dict[str, Case] = {
 }
 PARALLEL: dict[str, Case] = {
     "uneven experts in parallel": case(sizes=(6, 4, 2), parallel=True),
-    "experts in parallel, axes by name": case(sizes=(4, 8, 4), parallel=True, by_axes=True),
 }
 PROMISES.trains(
     "groups on several meshes train as FSDP2's do",

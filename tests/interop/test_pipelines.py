@@ -24,13 +24,10 @@ from hwfsdp import record
 from oracles import BITS, REGROUPING, Trace, differences, fresh
 from together import Together
 
-four, long_four, two = Together(4), Together(4), Together(2)
+four, two = Together(4), Together(2)
 MICRO_BATCHES, ROWS, WIDTH, STEPS = 8, 32, 8, 2
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
-# each backward is two
-SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", *SPLIT)
-V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # each backward is two
 COUNTED = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -136,26 +133,26 @@ def unsharded(run: Run) -> Trace:
 
 KEPT = {"reshard_after_forward": False}  # schedules that split backwards need this
 RUNS: dict[str, Callable[[], Run]] = {
-    **{name: functools.partial(Run, name, **KEPT) for name in (*SINGLE, *LOOPED)},
-    **{
-        f"{name}, freed": functools.partial(Run, name)
-        for name in ("ScheduleGPipe", "ScheduleInterleaved1F1B")
-    },
+    "ScheduleGPipe": functools.partial(Run, "ScheduleGPipe", **KEPT),
+    "ScheduleInterleaved1F1B": functools.partial(Run, "ScheduleInterleaved1F1B", **KEPT),
+    "ScheduleInterleaved1F1B, freed": functools.partial(Run, "ScheduleInterleaved1F1B"),
+    "ScheduleZBVZeroBubble": functools.partial(Run, "ScheduleZBVZeroBubble", **KEPT),
+    "ScheduleDualPipeV": functools.partial(Run, "ScheduleDualPipeV", **KEPT),
     "ScheduleZBVZeroBubble, replicated": functools.partial(Run, "ScheduleZBVZeroBubble", replicated),
 }
 
 
 @functools.cache
-def theirs(fast: bool) -> dict[str, Run]:
+def theirs() -> dict[str, Run]:
     """Run the cases on FSDP2. Then install hwfsdp in this process."""
-    runs = {name: run() for name, run in RUNS.items() if (name in FAST) is fast}
+    runs = {name: run() for name, run in RUNS.items()}
     hwfsdp.install()
     return runs
 
 
 def compared(name: str) -> list[Any]:
     """Return differences of bits and of counts of collectives from FSDP2, and of numbers from the whole model."""
-    expected, got = theirs(name in FAST)[name], RUNS[name]()
+    expected, got = theirs()[name], RUNS[name]()
     ours = all(isinstance(part, hwfsdp.FSDPModule) for part in got.parts.values())
     found: list[Any] = [] if ours == ("replicated" not in name) else [got.parts]
     found += differences(got.trace, expected.trace, *BITS)
@@ -163,12 +160,8 @@ def compared(name: str) -> list[Any]:
     return found + [(got.calls, expected.calls)] * (got.calls != expected.calls)
 
 
-FAST = (
-    *("ScheduleGPipe", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"),
-    "ScheduleInterleaved1F1B, freed",
-)
 for _name in RUNS:
-    (four if _name in FAST else long_four).add(_name, functools.partial(compared, _name), [])
+    four.add(_name, functools.partial(compared, _name), [])
 
 
 # --- Refusals ------------------------------------------------------------------------------------------------------
@@ -204,5 +197,4 @@ def a_stage_that_cannot_split_backwards_is_refused_with_a_remedy_and_the_right_o
 
 
 test_on_four_ranks = four.test()
-test_other_schedules_on_four_ranks = pytest.mark.long(long_four.test())
 test_on_two_ranks = two.test()
