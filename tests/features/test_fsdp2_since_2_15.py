@@ -7,6 +7,7 @@ arithmetic is the same.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,11 +55,6 @@ def micro_batch(model: Any, trace: Trace, seed: int) -> Tensor:
     return loss
 
 
-def keep_grads(model: nn.Module, trace: Trace) -> None:
-    for name, param in model.named_parameters():
-        trace.keep(f"grad {name}", param.grad)
-
-
 # --- Parameters that compute in a dtype of their own -------------------------------------------------------
 
 
@@ -90,8 +86,7 @@ def with_vectors_in_fp32(library: Library, micros: int = 3, **policy: Any) -> Tr
         model.set_requires_gradient_sync(micro > 0 or micros == 1)
         micro_batch(model, trace, micro).backward()
         assert model.blocks[0].seen == [BF16, BF16, FP32]
-    keep_grads(model, trace)
-    return trace
+    return trace.keep_grads(model)
 
 
 def on_plain_tensors() -> Trace:
@@ -128,14 +123,9 @@ def without_a_reduce_dtype_the_group_reduces_in_one_that_holds_all() -> list[str
 @two.finds(True)
 def any_other_dtype_is_refused_before_anything_is_changed() -> bool:
     model = fresh(scaled)
+    override = {"param_dtype_override_fn": lambda p: torch.float64 if p.ndim == 1 else None}
     with pytest.raises(UsageError, match="'blocks.0.scale'.*float64"):
-        ours(
-            model,
-            policy={
-                "param_dtype": BF16,
-                "param_dtype_override_fn": lambda p: torch.float64 if p.ndim == 1 else None,
-            },
-        )
+        ours(model, policy={"param_dtype": BF16, **override})
     return all(type(param) is nn.Parameter for param in model.parameters())
 
 
@@ -168,19 +158,15 @@ def with_grad_dtype(
         model.set_requires_gradient_sync(micro > 0)
         (rows,) = model.inputs(12, micro)
         objective(model(rank_rows(rows).to(orig))).backward()
-    keep_grads(model, trace)
+    trace.keep_grads(model)
     model.to(torch.float64)  # parameters with their own dtype keep it
-    keep_grads(model, trace)
-    return trace
+    return trace.keep_grads(model)
 
 
-if REDUCES_IN_GRAD_DTYPE:
-    for _name, _case in GRAD_DTYPES.items():
-        for _late in (False, True):
-            _run = functools.partial(
-                with_grad_dtype, orig=_case[0], grad=_case[1], policy=_case[2], late=_late
-            )
-            two.add(f"{_name}{', set after sharding' if _late else ''}", functools.partial(same, _run), [])
+for _name, _late in itertools.product(GRAD_DTYPES if REDUCES_IN_GRAD_DTYPE else (), (False, True)):
+    _orig, _grad, _policy = GRAD_DTYPES[_name]
+    _run = functools.partial(with_grad_dtype, orig=_orig, grad=_grad, policy=_policy, late=_late)
+    two.add(f"{_name}{', set after sharding' if _late else ''}", functools.partial(same, _run), [])
 
 
 # --- The caller says when a backward is over ---------------------------------------------------------------
