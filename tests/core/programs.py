@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -250,25 +251,23 @@ def adoptions() -> list[int]:
     return counts
 
 
-def refused() -> dict[str, tuple[str, bool]]:
-    """Return the error of each call that should be refused, and whether it left the module as it was."""
+def refuses() -> bool:
+    """Check that a module or a parameter of a group is refused and stays as it is. It is taken if all its parameters are ignored."""
     shared = nn.Linear(4, 4)
     first, second = nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Linear(4, 4), shared)
     parent = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
     core.fully_shard(first)
     core.fully_shard(parent)
-    found = {}
-    for name, module in {"again": first, "shared": second, "after its parent": parent[0]}.items():
+    for module, words in {
+        first: "was not sharded yet.*Sequential, which was.*children before their parents",
+        second: "'1.weight'.*of one group only.*the group 'Sequential'.*share a Linear.*first",
+        parent[0]: "'0.weight'.*the group 'Sequential'.*children before parents",
+    }.items():
         before = as_it_is(module)
-        try:
+        with pytest.raises(UsageError, match=words):
             core.fully_shard(module)
-            said = ""
-        except UsageError as error:
-            said = str(error)
-        found[name] = said, as_it_is(module) == before
-    ignoring = core.fully_shard(second, ignored_params=set(shared.parameters()))
-    found["shared, but ignored"] = "", state_of(ignoring) is not None
-    return found
+        assert as_it_is(module) == before
+    return state_of(core.fully_shard(second, ignored_params=set(shared.parameters()))) is not None
 
 
 def as_it_is(module: nn.Module) -> list[Any]:
@@ -276,16 +275,6 @@ def as_it_is(module: nn.Module) -> list[Any]:
     return [*map(type, module.modules()), *map(id, module.parameters()), hooks]
 
 
-class Found(NamedTuple):
-    """The results of all programs of this part, from one rank."""
-
-    in_memory: dict[str, list[int]]
-    stream_sets: int
-    adoptions: list[int]
-    refused: dict[str, tuple[str, bool]]
-
-
-def everything() -> tuple[Both, tuple[Any, ...]]:
-    """Return the results of `both`, and the fields of `Found`."""
-    found = Found(groups_in_memory(), stream_sets(), adoptions(), refused())
-    return both(), tuple(found)
+def everything() -> tuple[Both, dict[str, Any]]:
+    """Return the results of `both`, and of each other program of this part."""
+    return both(), {each.__name__: each() for each in (groups_in_memory, stream_sets, adoptions, refuses)}

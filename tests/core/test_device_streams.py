@@ -315,33 +315,3 @@ def test_device_times_of_one_stream_follow_each_other() -> None:
 
 
 # --- Collectives that follow collectives of another stream ---------------------------------------------------
-
-
-def go_on(diary: Diary, scatters: Stream, reduces: Stream, name: str) -> StreamEvent:
-    """Issue a reduce-scatter, an all-reduce of its result on another stream, and work on that result."""
-
-    def reduce() -> None:
-        reduces.wait(scattered)
-        diary.collective(reduces, f"all-reduce {name}")
-        diary.then(reduces, f"add {name}")
-
-    diary.collective(scatters, f"scatter {name}")
-    scattered = scatters.record()
-    with scatters.run():
-        scatters.then(reduce)
-    return scatters.record()
-
-
-def test_a_failed_collective_loses_only_the_work_that_it_feeds(host, diary):
-    diary.collective(host.reduce_scatter, "scatter 1", KeyError("lost"))
-    with host.reduce_scatter.run():
-        host.reduce_scatter.then(lambda: diary.collective(host.all_reduce, "all-reduce 1"))
-    go_on(diary, host.reduce_scatter, host.all_reduce, "2")
-    with pytest.raises(KeyError, match="lost"):
-        host.reduce_scatter.settle()
-    host.reduce_scatter.settle()
-    host.all_reduce.settle()
-    assert diary[2:] == [
-        *("waited for scatter 1", "waited for scatter 2", "issued all-reduce 2"),
-        *("waited for all-reduce 2", "add 2"),
-    ]
