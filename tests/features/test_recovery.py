@@ -16,17 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
-from hwfsdp import (
-    CPUOffloadPolicy,
-    StateError,
-    UsageError,
-    core,
-    explain,
-    fully_shard,
-    init_shards,
-    launch,
-    record,
-)
+from hwfsdp import CPUOffloadPolicy, StateError, UsageError, core, explain, fully_shard, launch, record
 from hwfsdp.features.feature_state import checked_state
 from oracles import cpu_mesh, grid, ours
 from together import Together
@@ -159,16 +149,6 @@ def a_shard_of_another_dimension_cannot_be_assigned() -> None:
     other = distribute_tensor(torch.ones(4, 4), cpu_mesh(), [Shard(1)])
     with pytest.raises(UsageError, match="dim=0.*dim=1"):
         model.load_state_dict({"weight": other}, assign=True)
-
-
-@two.finds(7.0)
-def shards_initialized_after_a_forward_are_kept() -> float:
-    model = build()
-    model.set_reshard_after_forward(False)
-    model(torch.ones(1, 8))
-    init_shards(model, lambda fqn, row, generator: row.fill_(7.0), seed=0)
-    model.reshard()
-    return float(min(p.full_tensor().min() for p in model.parameters()))
 
 
 @two.finds([0, 0])

@@ -300,31 +300,27 @@ def one_that_does_not_fit_is_refused_in_the_words_of_fsdp2(place: Place, how: st
 
 # --- A training goes on elsewhere --------------------------------------------------------------------------
 
-HELPER_OPTIONS: dict[str, StateDictOptions] = {
-    "sharded": StateDictOptions(),
-    "full, from rank 0": StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
-}
-FUSED = "without helpers, fused"
-
 
 def wholes(state: State) -> State:
     """Copy whole tensors."""
     return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in state.items()}
 
 
-@over([("rows", "full, from rank 0"), ("tensor parallel", "sharded"), ("rows", FUSED)])
-def a_training_goes_on_from_its_states_with_helpers_of_torch_or_without(place: Place, how: str) -> list[str]:
+@over([("rows", True), ("rows", False)])
+def a_training_goes_on_from_its_states_with_helpers_of_torch_or_without(
+    place: Place, helpers: bool
+) -> list[str]:
     """Load model and optimizer state of one training into another with different values."""
     wrong, taken, traces = [], [], []
-    make = functools.partial(adam, fused=True) if how == FUSED else functools.partial(adam, foreach=False)
+    make = functools.partial(adam, fused=not helpers, foreach=False)
     for library in LIBRARIES:
         source, target = (PlacedTraining(place, library, seed, make) for seed in (0, 1))
         source.steps(1)
-        states = taken_from(source, how)
+        states = taken_from(source, helpers)
         taken.append(through_a_file(states))
-        if "full" in how:
+        if helpers:
             wrong += unequal(states["model"], wholes(source.model.state_dict()))
-        given_to(target, how, through_a_file(states))
+        given_to(target, helpers, through_a_file(states))
         wrong += unequal(locals_of(target.model.state_dict()), locals_of(source.model.state_dict()))
         for training in (source, target):
             training.trace = Trace()
@@ -343,26 +339,26 @@ def through_a_file(states: State) -> State:
     return loaded
 
 
-def taken_from(training: PlacedTraining, how: str) -> State:
-    """Return the states from torch's helpers, or from the model and its optimizer themselves."""
+def taken_from(training: PlacedTraining, helpers: bool) -> State:
+    """Return the states, whole from torch's helpers, or from the model and its optimizer themselves."""
     model, optimizer = training.model, training.optimizer
-    if how == FUSED:
+    if not helpers:
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    options = dataclasses.replace(HELPER_OPTIONS[how], broadcast_from_rank0=False)
+    whole = StateDictOptions(full_state_dict=True)
     return {
-        "model": get_model_state_dict(model, options=options),
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        "model": get_model_state_dict(model, options=whole),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=whole),
     }
 
 
-def given_to(training: PlacedTraining, how: str, states: State) -> None:
-    """Give the states to torch's helpers. For a broadcast, only the first rank has them."""
-    if how == FUSED:
+def given_to(training: PlacedTraining, helpers: bool, states: State) -> None:
+    """Give the states to torch's helpers, which send them from the first rank to all, or load them."""
+    if not helpers:
         training.model.load_state_dict(states["model"])
         training.optimizer.load_state_dict(states["optimizer"])
         return
-    options = HELPER_OPTIONS[how]
-    if options.broadcast_from_rank0 and dist.get_rank() != 0:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    if dist.get_rank() != 0:
         states = {"model": {}, "optimizer": {}}
     set_model_state_dict(training.model, states["model"], options=options)
     set_optimizer_state_dict(training.model, training.optimizer, states["optimizer"], options=options)
