@@ -133,9 +133,8 @@ def a_hook_from_before_gets_whole_gradients_and_a_hook_from_after_gets_means() -
         (lambda g: g / g.norm(), False, MixedPrecisionPolicy()),
     ):
         got = gradient(lambda p: p.register_hook(change), before, policy)
-        expected = change(
-            torch.full((5, 6), 3.0)
-        )  # an unsharded model's: its hook gets the mean over both ranks
+        # the hook of an unsharded model gets the mean over both ranks
+        expected = change(torch.full((5, 6), 3.0))
         wrong += [] if torch.allclose(got, expected) else [f"{before} {policy}: {got} {expected}"]
     return wrong
 
