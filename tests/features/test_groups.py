@@ -131,68 +131,48 @@ def chunk_losses(training: Training, hidden: Tensor, chunks: int = 3) -> Iterabl
         yield objective(training.model.head(chunk)) * (len(chunk) / len(hidden))
 
 
-def chunk_by_chunk(training: Training, seed: int) -> Tensor:
+def chunk_by_chunk(training: Training, seed: int) -> None:
     """Run forward and backward of the head for each chunk, then the backward of the rest."""
     hidden = training.model(*training.batch(seed))
     leaf = hidden.detach().requires_grad_()
-    total = torch.zeros(())
     for loss in chunk_losses(training, leaf):
         loss.backward()
-        total += loss.detach()
     hidden.backward(leaf.grad)
-    return total
 
 
-def chunks_in_one_graph(training: Training, seed: int) -> Tensor:
-    total = torch.stack([*chunk_losses(training, training.model(*training.batch(seed)))]).sum()
-    total.backward()
-    return total
+def chunks_in_one_graph(training: Training, seed: int) -> None:
+    torch.stack([*chunk_losses(training, training.model(*training.batch(seed)))]).sum().backward()
 
 
-def head_on_a_constant(training: Training, seed: int) -> Tensor:
+def head_on_a_constant(training: Training, seed: int) -> None:
     """Give the head an input without a gradient. The body has its own loss."""
     hidden = training.model(*training.batch(seed))
-    total = torch.zeros(())
     for loss in chunk_losses(training, hidden.detach()):
         loss.backward()
-        total += loss.detach()
-    own = objective(hidden)
-    own.backward()
-    return total + own.detach()
+    objective(hidden).backward()
 
 
-def head_in_one_piece(training: Training, seed: int) -> Tensor:
-    loss = objective(training.model.head(training.model(*training.batch(seed))))
-    loss.backward()
-    return loss
+def head_in_one_piece(training: Training, seed: int) -> None:
+    objective(training.model.head(training.model(*training.batch(seed)))).backward()
 
 
-def no_head(training: Training, seed: int) -> Tensor:
+def no_head(training: Training, seed: int) -> None:
     """Leave one member of the list out of the step."""
-    loss = objective(training.model(*training.batch(seed)))
-    loss.backward()
-    return loss
+    objective(training.model(*training.batch(seed))).backward()
 
 
-Step = Callable[[Training, int], Tensor]
-STEPS = [
-    head_in_one_piece,
-    chunk_by_chunk,
-    chunks_in_one_graph,
-    head_on_a_constant,
-    head_in_one_piece,
-    no_head,
-]
-
-
-def run_steps(training: Training, steps: Iterable[Step]) -> None:
-    for seed, one in enumerate(steps):
-        training.trace.keep("loss", one(training, seed))
+def in_turn(training: Training) -> None:
+    """Take a step in each of these ways, one of them twice."""
+    steps = (
+        *(head_in_one_piece, chunk_by_chunk, chunks_in_one_graph),
+        *(head_on_a_constant, head_in_one_piece, no_head),
+    )
+    for seed, step in enumerate(steps):
+        step(training, seed)
         training.update()
     training.keep_params()
 
 
-in_turn = functools.partial(run_steps, steps=STEPS)
 CHUNKED: dict[str, Case] = {
     "every way in turn": Case(models.Chunked, in_turn),
     "every way in turn, bf16": Case(models.Chunked, in_turn, options={"policy": BF16_FP32}),
