@@ -446,11 +446,7 @@ MISTAKES: dict[str, Check] = {
         ranks=(1, 2),
     ),
     "another device type": functools.partial(
-        refused,
-        "device type",
-        "'cpu'",
-        "'meta'",
-        result=lambda: DeviceMesh.from_group(dist.group.WORLD, "meta"),
+        refused, "'cpu'", "'meta'", result=lambda: DeviceMesh.from_group(dist.group.WORLD, "meta")
     ),
     "no axis to shard over": functools.partial(
         refused,
