@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -211,6 +213,38 @@ def groups_in_memory() -> dict[str, list[int]]:
     return found
 
 
+def frames_to_collectives() -> dict[str, list[str]]:
+    """For each collective of the second step, return the longest chain of calls from torch's hook to it. The collective comes last."""
+    torch.manual_seed(0)
+    model = Model()
+    for module in (*model.blocks, model):
+        core.fully_shard(module)
+    found: dict[str, list[str]] = {}
+
+    def counted(name: str) -> Any:
+        real = getattr(dist, name)
+
+        def collective(*args: Any, **options: Any) -> Any:
+            calls, frame = [name], sys._getframe(1)
+            while not re.search("/torch/(nn|autograd)/", frame.f_code.co_filename):
+                calls.insert(0, frame.f_code.co_qualname)
+                frame = frame.f_back  # type: ignore[assignment]
+            found[name] = max(found.get(name, []), calls, key=len)
+            return real(*args, **options)
+
+        return mock.patch.object(dist, name, collective)
+
+    tokens = torch.arange(5)
+    model(tokens).sum().backward()
+    names = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
+    with ExitStack() as watched:
+        for name in names:  # torch 2.13 renamed them
+            if hasattr(dist, name):
+                watched.enter_context(counted(name))
+        model(tokens).sum().backward()
+    return found
+
+
 def stream_sets() -> int:
     """Count the sets of streams that a model of several groups makes in two steps."""
     made: list[StreamSet] = []
@@ -275,6 +309,9 @@ def as_it_is(module: nn.Module) -> list[Any]:
     return [*map(type, module.modules()), *map(id, module.parameters()), hooks]
 
 
+PROGRAMS = (groups_in_memory, frames_to_collectives, stream_sets, adoptions, refuses)
+
+
 def everything() -> tuple[Both, dict[str, Any]]:
     """Return the results of `both`, and of each other program of this part."""
-    return both(), {each.__name__: each() for each in (groups_in_memory, stream_sets, adoptions, refuses)}
+    return both(), {each.__name__: each() for each in PROGRAMS}

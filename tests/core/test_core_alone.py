@@ -47,6 +47,13 @@ def found() -> dict[str, Any]:
     return launched(2)[0][1]
 
 
+def test_nine_frames_at_most_lead_from_a_hook_of_torch_to_a_collective(found: Any) -> None:
+    collectives = found["frames_to_collectives"]
+    assert sorted(name.split("_")[0] for name in collectives) == ["all", "reduce"]
+    for calls in collectives.values():
+        assert "Transport" in calls[-3] and len(calls) <= 9, calls
+
+
 def test_a_model_makes_its_streams_once_however_many_groups_it_has(found: Any) -> None:
     assert found["stream_sets"] == 1
 

@@ -156,6 +156,14 @@ def choose_and_train(training: Training, pattern: str = "11") -> None:
     training.keep_params()
 
 
+def reduce_unused(training: Training) -> None:
+    """Ask for zeros as the gradients of parameters that no rank uses, and then no longer."""
+    training.call("set_reduce_scatter_unused_params", True)
+    training.steps(2)
+    training.call("set_reduce_scatter_unused_params", False)
+    training.steps(1, first_seed=2)
+
+
 # --- Divide factor -----------------------------------------------------------------------------------------
 
 
@@ -284,6 +292,7 @@ def give_event(training: Training, make_event: Callable[[], Any]) -> None:
 
 SWITCHES: dict[str, Case] = {
     "unused: ranks choose": Case(forks, choose_and_train),
+    "unused: no rank runs them": Case(models.Unused, reduce_unused),
     "event: an event": Case(
         models.stem, functools.partial(give_event, make_event=lambda: torch.Event("cpu"))
     ),
@@ -293,8 +302,8 @@ SWITCHES: dict[str, Case] = {
 PROMISES.trains(
     "a switch works as in FSDP2 and changes no number but those it is for",
     SWITCHES,
-    # PyTorch divides nothing
-    not_plain=[name for name in SWITCHES if "divided" in name],
+    # PyTorch gives no zeros for unused parameters, and divides nothing
+    not_plain=[name for name in SWITCHES if "no rank" in name or "divided" in name],
 )
 
 
