@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import json
 import os
 import pickle
 import re
@@ -39,7 +38,7 @@ from faults import (
 )
 from rank_checks import is_last, raised
 from together import Together
-from samples import FORMATS, Bomb, Format, line
+from samples import FORMATS, Bomb, line
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -102,22 +101,6 @@ def swap_two_files(path: Path) -> None:
     other.write_bytes(a.ljust(size, b"\0")[: len(b)])
 
 
-def replace_by_link(file: Path) -> None:
-    elsewhere = file.parent.parent.parent / "elsewhere"
-    file.rename(elsewhere)
-    file.symlink_to(elsewhere)
-
-
-def replace_by_directory(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
-
-
-def replace_by_fifo(file: Path) -> None:
-    file.unlink()
-    os.mkfifo(file)
-
-
 def with_text(old: bytes, new: bytes) -> Spoil:
     """Return a change of the manifest: the first `old` becomes `new`."""
 
@@ -135,6 +118,19 @@ FILES: dict[str, Callable[[Path], Path]] = {
     MANIFEST: lambda path: folder_of(path) / MANIFEST,
     "00001.bin": lambda path: folder_of(path) / "00001.bin",
 }
+
+
+def replaced(name: str, put: Callable[[Path, Path], Any]) -> Spoil:
+    """Return a change that moves a file away and puts something else in its place."""
+
+    def replace(path: Path) -> None:
+        file, elsewhere = FILES[name](path), path.parent / "elsewhere"
+        file.rename(elsewhere)
+        put(file, elsewhere)
+
+    return replace
+
+
 DEEP = b'{"format":"hwfsdp checkpoint","version":1,"x":' + b"[" * 100000
 # a way to damage a checkpoint, and words in the error
 FORGERIES: dict[str, tuple[Spoil, list[str]]] = {
@@ -147,6 +143,9 @@ FORGERIES: dict[str, tuple[Spoil, list[str]]] = {
     "a CURRENT for another manifest": (current_with(manifest_sha256="0" * 64), [MANIFEST, "CURRENT"]),
     "a CURRENT of another version": (current_with(version=2), [CURRENT, "version 1", "version 2"]),
     "a CURRENT with more in it": (current_with(more=1), [CURRENT]),
+    "a CURRENT without a digest": (current_with(manifest_sha256=None), [CURRENT]),
+    "a CURRENT for a folder above": (current_with(save=".."), [CURRENT]),
+    "a CURRENT with other digits": (current_with(save="٠٠٠٠٠١-00000000"), [CURRENT]),
     "a CURRENT that is a list": (lambda path: (path / CURRENT).write_bytes(b"[1, 2]\n"), [CURRENT]),
     "a CURRENT that is large": (lambda path: os.truncate(path / CURRENT, 5000), [CURRENT, "4096"]),
     "a manifest of gigabytes": (
@@ -154,23 +153,14 @@ FORGERIES: dict[str, tuple[Spoil, list[str]]] = {
         [MANIFEST, str(1 << 29)],
     ),
     "a manifest that is deep": (lambda path: seal_manifest(path, DEEP), [MANIFEST, "JSON"]),
+    "a value that is deep": (with_text(b"0.5", b"[" * 900 + b"]" * 900), [MANIFEST]),
     "a key that comes twice": (with_text(b'"version":1', b'"version":1,"version":1'), ["byte 43", "version"]),
     "NaN": (with_text(b'"at":64', b'"at":NaN'), ["nan"]),
-    "Infinity": (with_text(b'"value":0.5', b'"value":-Infinity'), [MANIFEST]),
     "a number with 5000 digits": (with_text(b'"at":64', b'"at":' + b"9" * 5000), [MANIFEST]),
     "no UTF-8": (with_text(b'"text"', b'"\xff"'), [MANIFEST]),
-    **{
-        f"a CURRENT with {key}={value!r}": (current_with(**{key: value}), [CURRENT])
-        for key, value in [
-            *(("manifest_sha256", digest) for digest in (None, "x" * 64)),
-            *(("save", name) for name in ("..", "٠٠٠٠٠١-00000000", None)),
-        ]
-    },
-    **{
-        f"{replace.__name__}: {name}": (lambda path, r=replace, place=place: r(place(path)), [word, name])
-        for name, place in FILES.items()
-        for replace, word in ((replace_by_link, "link"), (replace_by_directory, "d"), (replace_by_fifo, "p"))
-    },
+    "a link to CURRENT": (replaced(CURRENT, lambda f, was: f.symlink_to(was)), ["link", CURRENT]),
+    "a folder in place of data": (replaced("00001.bin", lambda f, _: f.mkdir()), ["d", "00001.bin"]),
+    "a pipe in place of a manifest": (replaced(MANIFEST, lambda f, _: os.mkfifo(f)), ["p", MANIFEST]),
 }
 
 
@@ -220,41 +210,31 @@ def with_container(path: list[Any], kind: Any) -> Edit:
 
 MANIFESTS: dict[str, tuple[Edit, list[str]]] = {
     "another version": (at_top(version=7), ["version 1", "version 7"]),
-    "a version that is a float": (at_top(version=1.0), ["version"]),
     "another format": (at_top(format="pickle"), ["format"]),
     "a hole in a tensor": (lambda tree: entry_of(tree, "a")["chunks"].pop(), [KEY_A, "12 of 24"]),
     "chunks that overlap": (in_chunk(1, offset=[1, 0]), [KEY_A, "overlap"]),
-    "a chunk twice": (with_chunk(), [KEY_A]),
     "a chunk outside": (in_chunk(1, offset=[3, 0]), [KEY_A, "outside", "[4, 6]"]),
     "a chunk of one dim": (in_chunk(offset=[0], shape=[12]), [KEY_A, "1 dims", "2"]),
-    "an offset of one dim": (in_chunk(offset=[0]), [KEY_A]),
     "an empty chunk": (with_chunk(shape=[0, 6], crc32=[]), [KEY_A]),
     "chunks in one place": (in_chunk(1, file=0, at=64), [KEY_A, "00000.bin"]),
     "a chunk in the header": (in_chunk(at=0), [KEY_A, "00000.bin"]),
     "a chunk after the end": (in_chunk(at=1 << 40), ["00000.bin", "are taken"]),
     "a chunk at an odd byte": (in_chunk(at=65), [KEY_A, "65"]),
-    "a chunk in no file": (in_chunk(file=2), [KEY_A, "2"]),
-    "a chunk in file True": (in_chunk(1, file=True), ["True"]),
     "a file with a gap at its end": (in_file(bytes=8 << 40), ["00000.bin", "are used"]),
     "no checksum": (in_chunk(crc32=[]), [KEY_A, "0 checksums"]),
-    "two checksums": (in_chunk(crc32=["00000000"] * 2), [KEY_A, "2 checksums"]),
     "an entry twice": (lambda tree: tree["entries"].append(entry_of(tree, "a")), ["as a save writes it"]),
     "an entry under a leaf": (with_entry(["a", "x"]), [KEY_A]),
     "an entry in no container": (with_entry(["x", "y"]), ["['x']"]),
     "an entry that is a container": (with_entry(["nested"]), []),
-    "an entry that is everything": (with_entry([]), []),
+    "no files": (lambda tree: tree.pop("files"), []),
     "no outermost container": (lambda tree: tree["containers"].remove([[], "dict"]), []),
-    "an outermost list": (lambda tree: tree["containers"].__setitem__(0, [[], "list"]), []),
     "an unknown kind": (with_container(["set"], "set"), ["'set'"]),
     "another dtype": (in_a(dtype="float64"), []),
     "another shape": (in_a(shape=[6, 4]), [KEY_A]),
-    "the same as nothing": (the_same_as(["x"]), ["['t']", "['x']"]),
     "the same as itself": (the_same_as(["t"]), ["['t']"]),
     "the same as another dtype": (the_same_as(["a"], "float64"), ["['t']", KEY_A]),
     "the same as a value": (the_same_as(["nested", "lr"]), ["['t']"]),
 }
-for field in ("files", "containers", "entries", "block_bytes", "save"):
-    MANIFESTS[f"no {field}"] = (lambda tree, field=field: tree.pop(field), [])
 FORGERIES |= {
     name: ((lambda path, edit=edit: edit_manifest(path, edit)), [MANIFEST, *words])
     for name, (edit, words) in MANIFESTS.items()
@@ -288,13 +268,13 @@ def test_a_checkpoint_that_was_tampered_with_is_refused(name: str, path: Path) -
 
 NO_NUMBERS = (-1, True, 64.0, "64", None)
 NO_VALUES = (
-    *({}, [], {"type": "eval", "value": "1"}, {"type": "os.system", "value": "true"}),
-    *({"type": "dtype", "value": name} for name in ("load", "__class__", ["float32"])),
+    *({}, [], {"type": "eval", "value": "1"}, {"type": "float"}, {"type": ["float"], "value": "1"}),
+    *({"type": "dtype", "value": name} for name in ("load", ["float32"])),
     *(
         {"type": kind, "value": value}
         for kind, value in (("bytes", "!"), ("Size", "ab"), ("device", "toaster"))
     ),
-    *({"type": "float"}, {"type": ["float"], "value": "1"}, {"type": "complex", "value": ["0x1p0"]}),
+    {"type": "complex", "value": ["0x1p0"]},
 )
 NO_CHECKSUMS = ("1", "000000000", "0000000G", 5, "+0000000", "００００００００")
 WRONG: dict[str, tuple[Callable[[Any], Edit], tuple[Any, ...]]] = {
@@ -329,29 +309,18 @@ def test_a_manifest_with_a_wrong_value_is_refused_whichever_field_has_it(field: 
         check_refused(path, [MANIFEST])
 
 
-@pytest.mark.parametrize("old", [b"0.5", b"64", b'"hwfsdp checkpoint"'])
-def test_a_value_that_is_deep_is_refused(old: bytes, path: Path) -> None:
-    good = (folder_of(path) / MANIFEST).read_bytes()
-    for depth in (100, 900, 1000):
-        (folder_of(path) / MANIFEST).write_bytes(good)
-        with_text(old, b"[" * depth + b"]" * depth)(path)
-        check_refused(path, [MANIFEST])
-
-
 @pytest.mark.parametrize("what", FILES)
 def test_a_pickle_in_place_of_a_file_is_refused_and_not_run(what: str, path: Path, tmp_path: Path) -> None:
     file, marker = FILES[what](path), tmp_path / "marker"
     size = file.stat().st_size
     torch.save({"a": Bomb(marker)}, tmp_path / "zipped")
-    pickles = [pickle.dumps(Bomb(marker), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
-    for protocol, data in enumerate([*pickles, (tmp_path / "zipped").read_bytes()]):
+    for data in (pickle.dumps(Bomb(marker)), (tmp_path / "zipped").read_bytes()):
         # with the right length, else the length alone would show the damage
         file.write_bytes(data.ljust(size, b"\0")[:size] if what.endswith("bin") else data)
         damage = Damage(path, state_dict_of())
         for error in (damage.load(), damage.verify()):
             assert isinstance(error, CheckpointError) and error.file == str(file)
-            assert "a pickle, which is never opened" in str(error) or protocol < 2, error
-        assert not marker.exists()
+            assert "a pickle, which is never opened" in str(error)
     save(state_dict_of(), path, overwrite=True)
     assert not marker.exists()
 
@@ -373,18 +342,9 @@ def test_a_path_without_a_checkpoint_is_refused(path: Path, tmp_path: Path) -> N
 # --- Targets that do not fit -----------------------------------------------------------------------------------
 
 
-def without(*keys: str) -> dict[str, Any]:
-    target: dict[str, Any] = emptied(state_dict_of())
-    return {key: value for key, value in target.items() if key not in keys}
-
-
 def target_with(**entries: Any) -> dict[str, Any]:
-    return {**without(), **entries}
-
-
-def in_nested(**entries: Any) -> dict[str, Any]:
-    target = without()
-    return {**target, "nested": {**target["nested"], **entries}}
+    target: dict[str, Any] = emptied(state_dict_of())
+    return {**target, **entries}
 
 
 def inference_tensor() -> Tensor:
@@ -392,29 +352,26 @@ def inference_tensor() -> Tensor:
         return torch.zeros(4, 6)
 
 
-KEY_NESTED, KEY_LIST = "state_dict['nested']", "state_dict['nested']['list']"
+KEY_NESTED = "state_dict['nested']"
+NESTED = {0: torch.zeros(3, dtype=torch.int64), "list": [0, ""], "lr": 0.0}
+# shapes, dtypes and keys are compared in test_loading.py, in every format
 MISFITS: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "a shape": (lambda: target_with(a=torch.zeros(6, 4)), [KEY_A, "(6, 4)", "(4, 6)"]),
-    "one row": (lambda: target_with(a=torch.zeros(1, 6)), [KEY_A, "(1, 6)", "(4, 6)"]),
-    "no dims": (lambda: target_with(a=torch.tensor(0.0)), [KEY_A, "()", "(4, 6)"]),
-    "a missing key": (lambda: without("a"), [KEY_A, "1 only in the checkpoint"]),
-    "a missing container": (lambda: without("nested"), [KEY_NESTED, "4 only in the checkpoint"]),
-    "an unexpected key": (lambda: target_with(x=1), ["state_dict['x']", "1 missing in the checkpoint"]),
-    "a str for an int": (lambda: in_nested(**{"0": torch.zeros(3)}), [f"{KEY_NESTED}['0']", "1 missing"]),
+    "a str for an int": (lambda: target_with(nested={"0": 1}), [f"{KEY_NESTED}['0']", "1 missing"]),
     "a number for a tensor": (lambda: target_with(a=1.0), [KEY_A, "float", "(4, 6)"]),
-    "a tensor for a number": (lambda: in_nested(lr=torch.ones(())), [f"{KEY_NESTED}['lr']", "tensor", "0.5"]),
+    "a tensor for a number": (
+        lambda: target_with(nested={**NESTED, "lr": torch.ones(())}),
+        [f"{KEY_NESTED}['lr']", "tensor", "0.5"],
+    ),
     "a dict for a tensor": (lambda: target_with(a={"x": 1}), [f"{KEY_A}['x']", "1 missing"]),
     "a tensor for a dict": (lambda: target_with(nested=torch.zeros(3)), [KEY_NESTED, "1 missing", "4 only"]),
-    "an empty dict for a list": (lambda: in_nested(list={}), [f"{KEY_LIST}[0]", "2 only"]),
     "a list for a dict": (lambda: target_with(nested=[1, 2]), [f"{KEY_NESTED}[1]", "1 missing", "3 only"]),
-    "a short list": (lambda: in_nested(list=[1]), [f"{KEY_LIST}[1]", "1 only"]),
-    "meta": (lambda: target_with(a=torch.zeros(4, 7, device="meta")), [KEY_A, "(4, 7)", "(4, 6)"]),
-    "expanded": (lambda: target_with(a=torch.zeros(1, 6).expand(4, 6)), [KEY_A, "expanded"]),
-    "read-only": (
-        lambda: target_with(nested=MappingProxyType(without()["nested"])),
-        [KEY_NESTED, "mapping"],
+    "a short list": (
+        lambda: target_with(nested={**NESTED, "list": [1]}),
+        [f"{KEY_NESTED}['list'][1]", "1 only"],
     ),
+    "read-only": (lambda: target_with(nested=MappingProxyType(NESTED)), [KEY_NESTED, "mapping"]),
     "made in inference mode": (lambda: target_with(a=inference_tensor()), [KEY_A, "inference"]),
+    "no state dict": (lambda: torch.zeros(3), ["state dict"]),
 }
 
 
@@ -422,33 +379,11 @@ MISFITS: dict[str, tuple[Callable[[], Any], list[str]]] = {
 def test_a_target_that_does_not_fit_is_refused(name: str, path: Path) -> None:
     make, words = MISFITS[name]
     target = make()
-    snapshot = None if name == "meta" else exactly(target)
+    before = exactly(target)
     error = error_of(lambda: load(target, path))
     assert isinstance(error, UsageError | UnsupportedError), repr(error)
     assert all(word in str(error) for word in words), f"{words} in {error}"
-    assert "\n" not in str(error)
-    assert snapshot is None or exactly(target) == snapshot
-
-
-@pytest.mark.parametrize("target", [None, torch.zeros(3), (1, 2)])
-def test_something_else_than_a_state_dict_is_refused(target: Any, path: Path, tmp_path: Path) -> None:
-    assert isinstance(error_of(lambda: load(target, path)), UsageError)
-    assert isinstance(error_of(lambda: save(target, tmp_path / "new")), UsageError)
-    assert not (tmp_path / "new").exists()
-
-
-def test_keys_of_one_side_only_are_left_alone_if_that_is_asked_for(path: Path) -> None:
-    target = {"a": torch.zeros(4, 6), "nested": {"lr": 0, "new": torch.ones(2)}, "empty": {}}
-    said = (
-        r"got 2 missing in the checkpoint: state_dict\['nested'\]\['new'\], state_dict\['empty'\]"
-        r"; 4 only in the checkpoint: state_dict\['b'\], state_dict\['nested'\]\[0\],"
-    )
-    with pytest.warns(UserWarning, match=said):
-        load(target, path, strict=False)
-    expected = {"a": state_dict_of()["a"], "nested": {"lr": 0.5, "new": torch.ones(2)}, "empty": {}}
-    assert exactly(target) == exactly(expected)
-    for other in ({"a": torch.zeros(3)}, {"a": {"x": 1}}, {"nested": 1}, {}):
-        assert isinstance(error_of(functools.partial(load, other, path, strict=False)), UsageError)
+    assert exactly(target) == before
 
 
 # --- Refused saves ---------------------------------------------------------------------------------------------
@@ -468,15 +403,10 @@ class Odd:
 KEY_X = "state_dict['x']"
 UNSAVABLE: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a bool key": (lambda: {"x": {True: 1}}, [f"{KEY_X}[True]", "str or int", "bool"]),
-    "a bad key above": (lambda: {"x": {None: {"y": 1}}}, [f"{KEY_X}[None]", "str or int", "NoneType"]),
     "a numpy key": (lambda: {np.int64(3): 1}, ["str or int", "int64"]),
     "a cycle": (cyclic, ["state_dict['x']['y']", "state_dict"]),
     "an object": (lambda: {"x": Odd()}, [KEY_X, "Odd"]),
-    "a class": (lambda: {"x": Odd}, [KEY_X, "type"]),
     "an enum": (lambda: {"x": enum.IntEnum("Color", "RED").RED}, [KEY_X, "Color"]),
-    "a range": (lambda: {"x": range(3)}, [KEY_X, "range"]),
-    "a numpy number": (lambda: {"x": np.float32(1)}, [KEY_X, "float32"]),
-    "a numpy array": (lambda: {"x": np.ones((3, 3))}, [KEY_X, "ndarray"]),
     "a number of 5000 digits": (lambda: {"x": 10**5000}, [KEY_X, "int"]),
     "sparse": (lambda: {"x": torch.ones(3).to_sparse()}, [KEY_X, "sparse", "to_dense"]),
     "meta": (lambda: {"x": torch.ones(3, device="meta")}, [KEY_X, "meta"]),
@@ -573,97 +503,79 @@ def test_of_two_saves_into_one_directory_both_succeed_and_the_last_one_counts(
 
 # --- Ranks that differ -----------------------------------------------------------------------------------------
 
-DIFFERENT: dict[str, tuple[Callable[[int], Any], list[str]]] = {
+
+def replicas_of(value: float, placement: Any = Replicate()) -> DTensor:
+    return DTensor.from_local(torch.full((2,), value), line(), [placement], run_check=False)
+
+
+# what each rank saves: `last` is True on rank 2
+DIFFERENT: dict[str, tuple[Callable[[bool], Any], list[str]]] = {
     "a missing key": (lambda last: {"x": 1, "yx"[last]: 1}, ["state_dict['y']", "rank 2", "rank 0"]),
     "the order of keys": (lambda last: {"xy"[last]: 1, "yx"[last]: 1}, [KEY_X, "['y']", "rank 2"]),
     "shapes": (lambda last: {"x": torch.ones(3 + last)}, [KEY_X, "(3,)", "(4,)", "rank 2"]),
     "dtypes": (
-        lambda last: {"x": torch.ones(3, dtype=torch.float64 if last else torch.float32)},
-        [KEY_X, "float32", "float64", "rank 2"],
+        lambda last: {"x": torch.ones(3).to(torch.half if last else None)},
+        [KEY_X, "float16", "rank 2"],
     ),
     "bool and int": (lambda last: {"x": True if last else 1}, [KEY_X, "True", "rank 2"]),
-    "long values": (lambda last: {"x": "x" * 10**5 + str(last)}, [KEY_X, "rank 2", "xxx1'"]),
+    "long values": (lambda last: {"x": "x" * 10**5 + str(int(last))}, [KEY_X, "rank 2", "xxx1'"]),
     "kinds": (lambda last: {"x": [1] if last else {0: 1}}, [KEY_X, "list", "rank 2"]),
     "a tensor and a value": (lambda last: {"x": 1 if last else torch.tensor(1)}, [KEY_X, "tensor", "rank 2"]),
     "signs of zeros": (lambda last: {"x": torch.tensor([-0.0 if last else 0.0])}, [KEY_X, "ranks 0 and 2"]),
-    "replicas": (
-        lambda last: {"x": DTensor.from_local(torch.ones(2) + last, line(), [Replicate()], run_check=False)},
-        [KEY_X, "ranks 0 and 2"],
-    ),
+    "replicas": (lambda last: {"x": replicas_of(last)}, [KEY_X, "ranks 0 and 2"]),
     "one cannot be saved": (lambda last: {"x": {1} if last else 1}, [KEY_X, "set", "rank 2"]),
     "no state dict on one": (lambda last: [1] if last else {}, ["list", "rank 2"]),
-    "partial": (
-        lambda last: {"x": DTensor.from_local(torch.ones(2), line(), [Partial()], run_check=False)},
-        [KEY_X, "Partial"],
-    ),
+    "partial": (lambda last: {"x": replicas_of(1, Partial())}, [KEY_X, "Partial"]),
 }
 
 
 on_ranks = Together(3)
 
 
-@functools.cache
-def old_in(base: Path) -> Path:
-    """On a rank: make a checkpoint that no case may change."""
+@on_ranks
+def ranks_that_differ_all_raise_the_same_error(base: Path) -> None:
     save(state_dict_of(), base / "old")
-    return base / "old"
+    before = contents_of(base / "old")
+    for name, (make, words) in DIFFERENT.items():
+        for path in (base / "new", base / "old"):
+            message = raised(
+                lambda: save(make(is_last()), path, overwrite=True), (UsageError, UnsupportedError)
+            )
+            assert all(word in message for word in words), f"{name}: {words} in {message}"
+            assert len(message) < 2000
+    assert contents_of(base / "old") == before and not (base / "new").exists()
 
 
-def ranks_that_differ_all_raise_the_same_error(name: str, base: Path) -> None:
-    make, words = DIFFERENT[name]
-    old = old_in(base)
-    before = contents_of(old)
-    for path, options in ((base / "new" / name, {}), (old, {"overwrite": True})):
-        message = raised(lambda: save(make(int(is_last())), path, **options), (UsageError, UnsupportedError))
-        assert all(word in message for word in words), f"{words} in {message}"
-        assert len(message) < 2000
-    assert contents_of(old) == before and not (base / "new").exists()
-
-
-def beside(folder: str, check: Callable[..., None], format_: Format, base: Path) -> None:
-    """Run a check in a folder of its own."""
-    check(format_, base / folder)
-
-
-def misfits(last: int) -> Iterator[dict[str, Any]]:
+def misfits(last: bool) -> Iterator[dict[str, Any]]:
     """Yield targets that fit on the other ranks."""
     yield {"a": torch.zeros(4, 6 + last), "b": torch.zeros(5)}
-    yield {"a": torch.zeros(4, 6), "b": torch.zeros(5, dtype=torch.float64 if last else torch.float32)}
-
     yield {"a": torch.zeros(4, 6), "b": 3 if last else torch.zeros(5)}
 
 
-def a_target_that_does_not_fit_on_one_rank_is_refused_on_all(format_: Format, base: Path) -> None:
-    path, right = base / "fits", {"a": torch.ones(4, 6), "b": torch.ones(5)}
-    format_.save(right, path)
-    for target in misfits(is_last()):
-        before = exactly(target)
-        assert "rank 2" in raised(lambda: format_.load(target, path))
-        assert exactly(target) == before
-    target = emptied(right)
-    format_.load(target, path)
-    assert exactly(target) == exactly(right)
+@on_ranks
+def a_target_that_does_not_fit_on_one_rank_is_refused_on_all(base: Path) -> None:
+    for name, format_ in FORMATS.items():
+        path, right = base / f"fits {name}", {"a": torch.ones(4, 6), "b": torch.ones(5)}
+        format_.save(right, path)
+        for target in misfits(is_last()):
+            before = exactly(target)
+            assert "rank 2" in raised(lambda: format_.load(target, path))
+            assert exactly(target) == before
+        target = emptied(right)
+        format_.load(target, path)
+        assert exactly(target) == exactly(right)
 
 
-def ranks_that_find_different_checkpoints_load_none(format_: Format, base: Path) -> None:
-    for name in ("first", "second"):
-        format_.save({"a": torch.ones(2)}, base / name)
-    target = {"a": torch.zeros(2)}
-    mine = base / ("second" if is_last() else "first")
-    message = raised(lambda: format_.load(target, mine), CheckpointError)
-    assert re.search("expected (one save on all ranks|the directory of the save)", message), message
-    assert not target["a"].any()
-
-
-for name in DIFFERENT:
-    check = functools.partial(ranks_that_differ_all_raise_the_same_error, name)
-    on_ranks.add(f"{ranks_that_differ_all_raise_the_same_error.__name__} ({name})", check, None)
-for name, format_ in FORMATS.items():
-    for refused in (
-        a_target_that_does_not_fit_on_one_rank_is_refused_on_all,
-        ranks_that_find_different_checkpoints_load_none,
-    ):
-        on_ranks.add(f"{refused.__name__} ({name})", functools.partial(beside, name, refused, format_), None)
+@on_ranks
+def ranks_that_find_different_checkpoints_load_none(base: Path) -> None:
+    for name, format_ in FORMATS.items():
+        paths = [base / f"{which} {name}" for which in ("first", "second")]
+        for path in paths:
+            format_.save({"a": torch.ones(2)}, path)
+        target = {"a": torch.zeros(2)}
+        message = raised(lambda: format_.load(target, paths[is_last()]), CheckpointError)
+        assert re.search("expected (one save on all ranks|the directory of the save)", message), message
+        assert not target["a"].any()
 
 
 @on_ranks
@@ -675,8 +587,6 @@ def ranks_may_differ_in_which_keys_share_a_tensor(base: Path) -> None:
     target = emptied(state_dict)
     load(target, base / "ties")
     assert exactly(target) == exactly(state_dict)
-    manifest = json.loads((folder_of(base / "ties") / MANIFEST).read_text())
-    assert manifest["entries"][1]["path"] == ["y"]
 
 
 @pytest.mark.parametrize("check", on_ranks.checks)
