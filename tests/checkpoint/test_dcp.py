@@ -12,6 +12,7 @@ import pickle
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -159,12 +160,10 @@ def layouts(fill: bool) -> dict[str, DTensor]:
             [Shard(0), Shard(0)],
             [Shard(1), Shard(0)],
             [Replicate(), Shard(0)],
-            [Shard(0), Replicate()],
         ]
-        for number, placements in enumerate(ways):
-            for shape in ((7, 3), (1, 4), (0, 3), (9, 2)):
-                whole = numbered(*shape) if fill else torch.zeros(shape)
-                found[f"{tuple(mesh.shape)} {number} {shape}"] = cut(whole, mesh, *placements)
+        for placements, shape in product(ways, ((7, 3), (1, 4), (0, 3))):
+            whole = numbered(*shape) if fill else torch.zeros(shape)
+            found[f"{tuple(mesh.shape)} {placements} {shape}"] = cut(whole, mesh, *placements)
     return found
 
 
@@ -204,34 +203,25 @@ def ranks_may_have_keys_of_their_own_and_meshes_of_a_part_of_them(directory: Pat
 
 
 @on_ranks
-def a_failure_on_one_rank_is_raised_on_all(directory: Path) -> None:
-    odd = {"a": torch.zeros(2, 2) if is_last() else torch.zeros(4)}
-    said = raised(lambda: dcp.save(odd, directory / "errors"))
-    assert f"a tensor of shape (2, 2) and float32 on rank {READERS - 1}" in said
-
-
-@on_ranks
 def a_checkpoint_is_replaced_only_where_that_is_asked_for_and_only_when_the_new_one_is_complete(
     directory: Path,
 ) -> None:
-    path = directory / "replaced"
+    path, state = directory / "replaced", {"a": torch.zeros(4)}
     dcp.save({"a": numbered(4)}, path)
-    assert "pass overwrite=True" in raised(lambda: dcp.save({"a": torch.zeros(4)}, path))
+    assert "pass overwrite=True" in raised(lambda: dcp.save(state, path))
     message = raised(lambda: dcp.save({"a": lambda: 0}, path, overwrite=True))
     assert message.startswith("state_dict['a']: expected what torch.load takes with weights_only=True")
-    state = {"a": torch.zeros(4)}
+    odd = {"a": torch.zeros(2, 2) if is_last() else torch.zeros(4)}
+    message = raised(lambda: dcp.save(odd, path, overwrite=True))
+    assert f"a tensor of shape (2, 2) and float32 on rank {READERS - 1}" in message
+    partial = {"a": DTensor.from_local(torch.ones(2), line(), [Partial()])}
+    assert "Partial" in raised(lambda: dcp.save(partial, path, overwrite=True), UnsupportedError)
     dcp.load(state, path)
     assert torch.equal(state["a"], numbered(4))
     dcp.save({"a": numbered(4) * 2}, path, overwrite=True)
     dcp.load(state, path)
     assert torch.equal(state["a"], numbered(4) * 2)
     assert not [name for name in os.listdir(directory) if path.name in name and name != path.name]
-
-
-@on_ranks
-def a_sum_that_was_not_made_is_refused(directory: Path) -> None:
-    state = {"a": DTensor.from_local(torch.ones(2), line(), [Partial()])}
-    assert "Partial" in raised(lambda: dcp.save(state, directory / "partial"), UnsupportedError)
 
 
 @pytest.mark.parametrize("check", on_ranks.checks)
@@ -300,7 +290,7 @@ def test_a_save_that_replaces_a_checkpoint_while_it_is_read_does_not_mix_with_it
 ) -> None:
     dcp.save({"a": torch.zeros(4)}, tmp_path / "c")
     home = dcp if when == "read_metadata" else dcp.Blobs
-    step = getattr(home, when)
+    step, target = getattr(home, when), torch.full((4,), 7.0)
 
     def then_replaced(*args: Any) -> Any:
         found = step(*args)
@@ -308,14 +298,12 @@ def test_a_save_that_replaces_a_checkpoint_while_it_is_read_does_not_mix_with_it
         return found
 
     monkeypatch.setattr(home, when, then_replaced)
-    target = torch.full((4,), 7.0)
     if when == "read_metadata":
         with pytest.raises(CheckpointError, match="another save, which has replaced this one"):
             dcp.load({"a": target}, tmp_path / "c")
-        assert torch.equal(target, torch.full((4,), 7.0))
     else:
         dcp.load({"a": target}, tmp_path / "c")
-        assert torch.equal(target, torch.zeros(4))
+    assert target.tolist() == [7.0 if when == "read_metadata" else 0.0] * 4
 
 
 def test_keys_are_the_same_as_torchs(tmp_path: Path) -> None:
@@ -323,31 +311,23 @@ def test_keys_are_the_same_as_torchs(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         torchs.save(everything(), checkpoint_id=tmp_path / "theirs")
     ours, theirs = (torchs.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "theirs"))
-    assert sorted(ours.state_dict_metadata) == sorted(theirs.state_dict_metadata)
     assert ours.planner_data == theirs.planner_data
-    assert {k: type(v) for k, v in ours.state_dict_metadata.items()} == {
-        k: type(v) for k, v in theirs.state_dict_metadata.items()
-    }
+    kinds = [{k: type(v) for k, v in each.state_dict_metadata.items()} for each in (ours, theirs)]
+    assert kinds[0] == kinds[1]
 
 
-@pytest.mark.parametrize(
-    ("state", "text"),
-    [
+def test_a_value_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
+    for state, text in (
         ({"a.b": 1, "a": {"b": 2}}, "state_dict['a.b'] has the same name"),
         ({"a": (numbered(2),)}, "a tensor in a container that DCP does not look into"),
         ({"a": nn.Linear(1, 1)}, "got Linear"),
         ({"a": MappingProxyType({"b": 1})}, "Make it a dict."),
         ({"a": torch.empty(2, device="meta")}, "on the meta device"),
         ({"a": torch.zeros(2, 2).to_sparse()}, "what to_dense() or dequantize() returns"),
-    ],
-    ids=["collision", "tuple", "module", "read-only", "meta", "sparse"],
-)
-def test_a_value_that_could_not_be_loaded_again_is_not_saved(
-    state: dict[str, Any], text: str, tmp_path: Path
-) -> None:
-    with pytest.raises((UsageError, UnsupportedError)) as info:
-        dcp.save(state, tmp_path / "c")
-    assert text in str(info.value) and not os.listdir(tmp_path)
+    ):
+        with pytest.raises((UsageError, UnsupportedError)) as info:
+            dcp.save(state, tmp_path / "c")
+        assert text in str(info.value) and not os.listdir(tmp_path)
 
 
 def test_a_folder_that_is_no_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
@@ -416,18 +396,19 @@ LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_metadata_that_lies_is_refused_and_nothing_has_changed(lie: str, tmp_path: Path) -> None:
-    change, text = LIES[lie]
+def test_metadata_that_lies_is_refused_and_nothing_has_changed(tmp_path: Path) -> None:
     path = saved(tmp_path / "c")
-    rewritten(path, change)
-    dtype = torch.int32 if lie == "another dtype" else torch.float32
-    state: dict[str, Any] = {"a": torch.zeros(4, 3, dtype=dtype), "b": {"c": None}}
-    with pytest.raises(CheckpointError) as info:
-        dcp.load(state, path)
-    assert text in str(info.value) and "\n" not in str(info.value)
-    assert str(info.value.file).startswith(str(path))
-    assert not state["a"].any() and state["b"]["c"] is None
+    good = (path / ".metadata").read_bytes()
+    for lie, (change, text) in LIES.items():
+        put_metadata(path, good)
+        rewritten(path, change)
+        dtype = torch.int32 if lie == "another dtype" else torch.float32
+        state: dict[str, Any] = {"a": torch.zeros(4, 3, dtype=dtype), "b": {"c": None}}
+        with pytest.raises(CheckpointError) as info:
+            dcp.load(state, path)
+        assert text in str(info.value) and "\n" not in str(info.value), lie
+        assert str(info.value.file).startswith(str(path)), lie
+        assert not state["a"].any() and state["b"]["c"] is None, lie
 
 
 def test_metadata_that_wants_code_to_run_is_refused_by_name(tmp_path: Path) -> None:
@@ -438,68 +419,49 @@ def test_metadata_that_wants_code_to_run_is_refused_by_name(tmp_path: Path) -> N
     assert not (tmp_path / "boom").exists()
 
 
-NONE = {
-    "empty": (b"", ""),
-    "short": (b"\x80\x04", ""),
-    "zip": (b"PK", ""),
-    "persistent": (b"Pid\n.", ""),
-    "all memory": (b"\x80\x02]r" + (1 << 31).to_bytes(4, "little") + b".", ""),
+def in_tuples(*opcodes: bytes) -> list[bytes]:
+    """Return pickles that use nested tuples as `opcodes` say: Python would hash them, which takes long."""
+    return [opcode % (b"K\x01" + b"\x85" * 9) for opcode in opcodes]
+
+
+MODULE = b"torch.distributed.checkpoint.metadata"
+PAIR = b"]K\x01\x85K\x02\x86a"  # [((1,), 2)]
+CHANGED_CLASS = b"c%b\nMetadata\nN}Vmine\nI1\ns\x86b." % MODULE
+CHANGED_ENUM = b"c%b\n_MEM_FORMAT_ENCODING\n(I1\ntR}V_value_\nI7\nsb." % MODULE
+# data that is no metadata of DCP → words of the error
+NONE: dict[str, tuple[list[bytes], str]] = {
+    "no pickle": ([b"", b"\x80\x04", b"PK", b"Pid\n."], ""),
+    "all memory": ([b"\x80\x02]r" + (1 << 31).to_bytes(4, "little") + b"."], ""),
+    "changed classes": ([CHANGED_CLASS, CHANGED_ENUM], "DCP's"),
+    "hashes": (
+        in_tuples(b"}%bK\x01s.", b"}(%bK\x01u.", b"(%bK\x01d.", b"\x80\x04\x8f(%b\x90.", b"\x80\x04(%b\x91."),
+        "got ValueError: what DCP's metadata does not have",
+    ),
+    "bytes": (
+        [b"\x80\x05\x96" + (1000).to_bytes(8, "little") + bytes(1000) + b"."],
+        "got ValueError: what DCP's metadata does not have",
+    ),
+    "pairs": (
+        [b"ccollections\nOrderedDict\n(%btR." % PAIR, b"c%b\nMetadata\n)R%bb." % (MODULE, PAIR)],
+        "got TypeError",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", NONE)
-def test_a_file_that_holds_no_metadata_is_refused(name: str, tmp_path: Path) -> None:
-    data, words = NONE[name]
-    path = saved(tmp_path / "c")
-    put_metadata(path, data)
-    with pytest.raises(CheckpointError, match=rf"\.metadata: .*{words}"):
-        dcp.load({}, path)
-
-
-MODULE = "torch.distributed.checkpoint.metadata"
-
-
-CHANGED_CLASS = f"c{MODULE}\nMetadata\nN}}Vmine\nI1\ns\x86b."
-CHANGED_ENUM = f"c{MODULE}\n_MEM_FORMAT_ENCODING\n(I1\ntR}}V_value_\nI7\nsb."
-
-
-@pytest.mark.parametrize("thing", [CHANGED_CLASS, CHANGED_ENUM], ids=["class", "enum"])
-def test_metadata_does_not_change_the_classes_it_is_made_of(thing: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", NONE)
+def test_a_file_that_holds_no_metadata_is_refused_and_changes_no_class(kind: str, tmp_path: Path) -> None:
+    files, words = NONE[kind]
     path = saved(tmp_path / "c")
     good = (path / ".metadata").read_bytes()
-    put_metadata(path, thing.encode("latin-1"))
-    with pytest.raises(CheckpointError, match="DCP's"):
-        dcp.load({}, path)
+    for data in files:
+        put_metadata(path, data)
+        with pytest.raises(CheckpointError, match=rf"\.metadata: .*{words}"):
+            dcp.load({}, path)
     put_metadata(path, good)
     assert not hasattr(torchs.Metadata, "mine")
-    with pytest.warns(UserWarning, match="1 only in the checkpoint"):
-        dcp.load({"a": torch.zeros(4, 3)}, path, strict=False)
-    members = type(pickle.loads(f"c{MODULE}\n_MEM_FORMAT_ENCODING\n(I1\ntR.".encode()))
+    members = type(pickle.loads(b"c%b\n_MEM_FORMAT_ENCODING\n(I1\ntR." % MODULE))
     assert [member.value for member in members] == [0, 1, 2]
-
-
-def test_metadata_does_not_make_python_hash_or_reserve_what_it_wants(tmp_path: Path) -> None:
-    path = saved(tmp_path / "c")
-    in_tuples = b"K\x01" + b"\x85" * 9
-    for data in (
-        b"}%bK\x01s." % in_tuples,
-        b"}(%bK\x01u." % in_tuples,
-        b"(%bK\x01d." % in_tuples,
-        b"\x80\x04\x8f(%b\x90." % in_tuples,
-        b"\x80\x04(%b\x91." % in_tuples,
-        b"\x80\x05\x96" + (1000).to_bytes(8, "little") + bytes(1000) + b".",
-    ):
-        put_metadata(path, data)
-        with pytest.raises(CheckpointError, match="got ValueError: what DCP's metadata does not have"):
-            dcp.load({}, path)
-    pair = b"]K\x01\x85K\x02\x86a"  # [((1,), 2)]
-    for data in (
-        b"ccollections\nOrderedDict\n(%btR." % pair,
-        f"c{MODULE}\nMetadata\n)R".encode() + pair + b"b.",
-    ):
-        put_metadata(path, data)
-        with pytest.raises(CheckpointError, match="got TypeError"):
-            dcp.load({}, path)
+    dcp.load({"a": torch.zeros(4, 3), "b": {"c": None}}, path)
 
 
 def test_values_that_want_code_to_run_are_refused_by_key(tmp_path: Path) -> None:
@@ -530,18 +492,15 @@ def test_a_file_without_a_header_is_read_as_before(tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_of_our_metadata_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "c"
-    dcp.save({"a": torch.ones(3, 4), "b": {"c": 5}}, path)
-    good, digest = (path / ".metadata").read_bytes(), (path / ".metadata.sha256").read_bytes()
-    for file, data in ((path / ".metadata", good), (path / ".metadata.sha256", digest)):
-        for bit in range(0, 8 * len(data), 7):
+    path = saved(tmp_path / "c")
+    target = {"a": torch.zeros(4, 3), "b": {"c": None}}
+    for file in (path / ".metadata", path / ".metadata.sha256"):
+        data = file.read_bytes()
+        for bit in range(0, 8 * len(data.rstrip()), 7):
             damaged = bytearray(data)
             damaged[bit // 8] ^= 1 << bit % 8
             file.write_bytes(damaged)
-            target = {"a": torch.zeros(3, 4), "b": {"c": 0}}
-            if file.suffix == ".sha256" and damaged.split() == data.split():
-                continue  # white space at the end
             with pytest.raises(CheckpointError):
                 dcp.load(target, path)
-            assert not target["a"].any()
         file.write_bytes(data)
+    assert not target["a"].any()
