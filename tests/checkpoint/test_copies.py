@@ -6,14 +6,14 @@ helpers that has to do with copying has its own test here.
 
 from __future__ import annotations
 
-import io
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from samples import Pair, Record, assert_same
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import _state_dict_utils as torchs
 
 from hwfsdp.checkpoint.distribute import distribute_state_dict
@@ -75,30 +75,24 @@ def test_iterating_gives_the_same_as_torch() -> None:
 
 def test_functions_are_handed_group_device_and_companion() -> None:
     seen: list[Any] = []
+    target, cpu = torch.zeros(2), torch.device("cpu")
 
     def look(tensor: Tensor, *rest: Any) -> Tensor:
         seen.append(rest)
         return tensor
 
-    target, cpu = torch.zeros(2), torch.device("cpu")
     iterate_state_dict({"a": torch.ones(2)}, same, same, look, device=cpu, companion_obj={"a": target})
-    assert seen == [(None, cpu, target)]
-    assert torch.equal(target, torch.ones(2))
+    assert seen == [(None, cpu, target)] and target.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("value", [{1}, object()], ids=lambda v: type(v).__name__)
-def test_the_type_check_refuses_a_leaf_by_its_path_before_anything_is_called(value: Any) -> None:
+def test_the_type_check_refuses_a_leaf_by_its_path_before_anything_is_called() -> None:
     calls: list[Tensor] = []
-    with pytest.raises(UsageError, match=rf"^state_dict\['a'\]\[1\]: .*got {type(value).__name__}\."):
-        iterate_state_dict({"t": torch.ones(1), "a": [0, value]}, same, same, lambda t, *_: calls.append(t))
+    state_dict = {"t": torch.ones(1), "a": [0, {1}]}
+    with pytest.raises(UsageError, match=r"^state_dict\['a'\]\[1\]: .*got set\."):
+        iterate_state_dict(state_dict, same, same, lambda t, *_: calls.append(t))
     assert calls == []
-
-
-def test_without_the_type_check_other_leaves_are_deep_copies() -> None:
-    state_dict = {"a": {1, 2}, "b": io.BytesIO(b"1")}
     result = iterate_state_dict(state_dict, same, same, same, type_check=False)
-    assert result["a"] == {1, 2} and result["a"] is not state_dict["a"]
-    assert result["b"] is state_dict["b"]
+    assert result["a"][1] == {1} and result["a"][1] is not state_dict["a"][1]
 
 
 # --- Copy --------------------------------------------------------------------------------------------------
@@ -112,21 +106,25 @@ def test_copying_gives_the_same_as_torch() -> None:
     assert result["w"] is mine["w"]
 
 
-def test_copying_into_room_made_for_it_keeps_values_types_and_views() -> None:
-    base = torch.arange(8.0)
+def test_copying_into_room_made_for_it_keeps_values_and_types_without_history() -> None:
+    base = torch.arange(8.0, requires_grad=True) * 1
     state_dict = {**rich(), "view": base[::2], "overlapping": base[1:5], "expanded": base[:1].expand(3)}
     room = create_cpu_state_dict(state_dict)
     assert check_state_dict_similarity(state_dict, room)
-    assert_same(copy_state_dict(state_dict, room), state_dict)
-    assert room["expanded"].stride() == (1,)
+    copied = copy_state_dict(state_dict, room)
+    assert_same(copied, state_dict)
+    assert copied["expanded"].stride() == (1,) and not copied["view"].requires_grad
+    meta = {"m": torch.empty(2, 3, device="meta")}
+    room = create_cpu_state_dict(meta)
+    assert room["m"].is_cpu and check_state_dict_similarity(meta, room)
 
 
-CASTS = ("1.7 that would become 1", "complex that would lose its imaginary part")
-MISFITS = {
-    "a (1,) that would be broadcast to (4,)": (torch.ones(1), torch.zeros(4)),
-    "a 0-d that would be broadcast": (torch.tensor(1.0), torch.zeros(4)),
+CASTS = {
     "1.7 that would become 1": (torch.tensor([1.7]), torch.zeros(1, dtype=torch.int64)),
     "complex that would lose its imaginary part": (torch.tensor([1j]), torch.zeros(1)),
+}
+MISFITS = {
+    "a (1,) that would be broadcast to (4,)": (torch.ones(1), torch.zeros(4)),
     "the same number of elements in another shape": (torch.ones(2, 3), torch.zeros(3, 2)),
     "a tensor and no tensor": (torch.ones(1), 1.0),
     "no tensor and a tensor": (1.0, torch.ones(1)),
@@ -135,26 +133,26 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("name", MISFITS)
-def test_copy_refuses_by_path_and_before_anything_is_copied(name: str) -> None:
-    source, target = MISFITS[name]
-    for allow_cast in (False,) if name in CASTS else (False, True):
-        into = {"first": torch.zeros(1), "k": [target]}
-        with pytest.raises(CompanionMismatch) as info:
-            copy_state_dict({"first": torch.ones(1), "k": [source]}, into, allow_cast=allow_cast)
-        assert str(info.value).startswith("state_dict['k'][0]: expected ")
-        assert ("allow_cast=True" in str(info.value)) == (name in CASTS) and "\n" not in str(info.value)
-        assert torch.equal(into["first"], torch.zeros(1))
+def test_copy_refuses_by_path_and_before_anything_is_copied() -> None:
+    for name, (source, target) in (CASTS | MISFITS).items():
+        for allow_cast in (False,) if name in CASTS else (False, True):
+            into = {"first": torch.zeros(1), "k": [target]}
+            with pytest.raises(CompanionMismatch) as info:
+                copy_state_dict({"first": torch.ones(1), "k": [source]}, into, allow_cast=allow_cast)
+            assert str(info.value).startswith("state_dict['k'][0]: expected "), name
+            assert ("allow_cast=True" in str(info.value)) == (name in CASTS), name
+            assert torch.equal(into["first"], torch.zeros(1)), name
 
 
 def test_copy_refuses_a_target_that_cannot_be_written_to_before_anything_is_copied() -> None:
     with torch.inference_mode():
         read_only = torch.zeros(2)
-    for target in (torch.zeros(1).expand(2), read_only):
+    for target, expected in (
+        (torch.zeros(1).expand(2), "memory"),
+        (read_only, "a tensor that can be changed"),
+    ):
         into = {"first": torch.zeros(1), "k": [target]}
-        with pytest.raises(
-            UsageError, match=r"state_dict\['k'\]\[0\]: expected (memory|a tensor that can be changed)"
-        ):
+        with pytest.raises(UsageError, match=rf"state_dict\['k'\]\[0\]: expected {expected}"):
             copy_state_dict({"first": torch.ones(1), "k": [torch.ones(2)]}, into)
         assert not into["first"].any()
     sparse = {"k": torch.zeros(2, 2).to_sparse()}
@@ -169,32 +167,22 @@ def test_copy_casts_dtypes_as_torch_if_asked_for() -> None:
     assert_same(into, expected)
 
 
-def test_meta_tensors_have_a_shape_to_make_room_for_and_to_compare() -> None:
-    meta = {"m": torch.empty(2, 3, device="meta")}
-    room = create_cpu_state_dict(meta)
-    assert room["m"].is_cpu and room["m"].shape == (2, 3)
-    assert check_state_dict_similarity(meta, room)
-
-
 # --- Similarity --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_every_difference_of_structure_shape_or_dtype_is_seen() -> None:
+    changes: list[Callable[[Any], Any]] = [
         lambda sd: sd.pop("w"),
-        lambda sd: sd.update(extra=1),
         lambda sd: sd.update(w=torch.ones(3, 2)),
         lambda sd: sd.update(w=sd["w"].double()),
         lambda sd: sd[0].update({1: 5}),
         lambda sd: sd[0].update({"1": sd[0].pop(1)}),
-    ],
-)
-def test_every_difference_of_structure_shape_or_dtype_is_seen(change: Any) -> None:
-    other = plain()
-    change(other)
-    assert not check_state_dict_similarity(plain(), other)
-    assert not check_state_dict_similarity(other, plain())
+    ]
+    for change in changes:
+        other = plain()
+        change(other)
+        assert not check_state_dict_similarity(plain(), other)
+        assert not check_state_dict_similarity(other, plain())
 
 
 def test_values_and_container_classes_may_differ_and_nothing_is_overwritten() -> None:
@@ -208,15 +196,15 @@ def test_values_and_container_classes_may_differ_and_nothing_is_overwritten() ->
 # --- Room on the CPU, offloading ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_room_has_torchs_shapes_and_dtypes_and_memory_of_its_own(share: bool) -> None:
+def test_room_has_torchs_shapes_and_dtypes_and_memory_of_its_own() -> None:
     state_dict = plain()
-    room = create_cpu_state_dict(state_dict, share_memory=share)
-    theirs = torchs._create_cpu_state_dict(plain(), share_memory=share)
-    assert check_state_dict_similarity(room, theirs) and check_state_dict_similarity(room, state_dict)
-    for mine, old in [(room["w"], state_dict["w"]), (room["scalar"], state_dict["scalar"])]:
-        assert mine.data_ptr() != old.data_ptr()
-        assert mine.is_shared() == share
+    for share in (False, True):
+        room = create_cpu_state_dict(state_dict, share_memory=share)
+        theirs = torchs._create_cpu_state_dict(plain(), share_memory=share)
+        assert check_state_dict_similarity(room, theirs) and check_state_dict_similarity(room, state_dict)
+        for name in ("w", "scalar"):
+            assert room[name].data_ptr() != state_dict[name].data_ptr()
+            assert room[name].is_shared() == share
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to pin memory for")
@@ -252,35 +240,26 @@ def test_offloading_does_not_move_tensors_on_the_cpu() -> None:
     assert offloaded["pair"].first is state_dict["pair"].first
 
 
-def test_nothing_that_is_returned_has_a_gradient_history() -> None:
-    model = nn.Linear(2, 2)
-    weight = model.weight * 2
-    room = create_cpu_state_dict({"w": weight})
-    assert not copy_state_dict({"w": weight}, room)["w"].requires_grad
-
-
-@pytest.mark.parametrize(
-    ("state", "companion"),
-    [
-        ({"w": 1}, {"w": None}),
-        ({"w": None, "v": 1}, {"w": 1, "v": 1}),
-        ({"w": None, "v": [1, {"x": 1}]}, {"w": 3, "v": None}),
-        ({"a": {}, "v": 1}, {"a": None, "v": 1}),
-    ],
-)
-def test_none_stands_for_no_companion_as_with_torch(state: Any, companion: Any) -> None:
+def test_none_stands_for_no_companion_as_with_torch() -> None:
     def tensors(tree: Any, value: float) -> Any:
         return map_leaves(lambda _, leaf, __: torch.full((2,), value) if leaf == 1 else leaf, tree)
 
-    expected = torchs._copy_state_dict(tensors(state, 1), first := tensors(companion, 0))
-    assert_same(copy_state_dict(tensors(state, 1), second := tensors(companion, 0)), expected)
-    assert_same(second, first)
+    for state, companion in (
+        ({"w": 1}, {"w": None}),
+        ({"w": None, "v": [1, {"x": 1}]}, {"w": 3, "v": None}),
+        ({"a": {}, "v": 1}, {"a": None, "v": 1}),
+    ):
+        expected = torchs._copy_state_dict(tensors(state, 1), first := tensors(companion, 0))
+        assert_same(copy_state_dict(tensors(state, 1), second := tensors(companion, 0)), expected)
+        assert_same(second, first)
 
 
-@pytest.mark.parametrize("full", [1, None, "0-d"])
-def test_none_in_place_of_a_tensor_is_left_out_as_with_torch(full: Any) -> None:
-    value = torch.ones(3) if full == 1 else torch.tensor(2.0) if full else None
-    for place in (None, torch.zeros(3) if full != "0-d" else None):
+def test_none_in_place_of_a_tensor_is_left_out_as_with_torch() -> None:
+    for value, place in (
+        (torch.ones(3), None),
+        (torch.tensor(2.0), None),
+        (None, torch.zeros(3)),
+    ):
         results = []
         for distribute in (torchs._distribute_state_dict, distribute_state_dict):
             local = {"w": None if place is None else place.clone(), "v": torch.zeros(2)}
