@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import suites
 import torch
 import torch.distributed as dist
 from faults import CURRENT, MANIFEST, Damage, chunks_in, emptied, error_of, exactly, folder_of
@@ -29,6 +28,7 @@ from hwfsdp.errors import CheckpointError, UsageError
 
 BLOCK = 1 << 20
 HEADER = 64
+ROWS = "state_dict['model']['rows']"
 
 
 def state_dict_of(seed: int = 0) -> dict[str, Any]:
@@ -115,14 +115,13 @@ def flip(file: Path, byte: int, mask: int) -> None:
         opened.write(bytes([value ^ mask]))
 
 
-@pytest.mark.parametrize("every", [suites.long(1), 3])
-def test_a_flipped_bit_anywhere_is_found_or_harmless_and_its_place_is_named(path: Path, every: int) -> None:
+def test_a_flipped_bit_anywhere_is_found_or_harmless_and_its_place_is_named(path: Path) -> None:
     damage, folder = Damage(path, state_dict_of()), folder_of(path)
     flips = list(flips_of(path))
     chunks = {file.name: chunks_in(folder, file.name) for file in all_files(path)[2:]}
     assert len(flips) >= 400
     assert any(stop - start > 3 * BLOCK for of_file in chunks.values() for _, start, stop in of_file)
-    for file, byte, mask in flips[::every]:
+    for file, byte, mask in flips[::3]:
         flip(file, byte, mask)
         loaded, verified = damage.load(), damage.verify()
         flip(file, byte, mask)
@@ -145,45 +144,35 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless_and_its_place_is_named(path
     assert damage.load() is None and damage.verify() is None
 
 
-def other_lengths(file: Path) -> Iterator[bytes]:
-    data = file.read_bytes()
-    ends = {stop for _, _, stop in chunks_in(file.parent, file.name)} if file.suffix == ".bin" else set()
-    for size in sorted({0, 1, HEADER, len(data) // 2, len(data) - BLOCK, len(data) - 1, *ends}):
-        if 0 <= size < len(data):
-            yield data[:size]
-    for more in (b"\0", b"\n", b" ", bytes(64), data[:512], data):
-        yield data + more
-
-
 def test_a_file_that_was_cut_short_or_has_grown_is_found(path: Path) -> None:
     damage = Damage(path, state_dict_of())
     for file in all_files(path):
-        before = file.read_bytes()
-        for data in list(other_lengths(file)):
+        good = file.read_bytes()
+        ends = {stop for _, _, stop in chunks_in(file.parent, file.name)} if file.suffix == ".bin" else set()
+        sizes = {0, HEADER, len(good) // 2, len(good) - 1, *ends}
+        for data in (*(good[:n] for n in sizes if n < len(good)), good + b"\0", good + b"\n", good + good):
             file.write_bytes(data)
-            loaded, verified = damage.load(), damage.verify()
-            where = f"{file.name}, {len(data)} of {len(before)} bytes: {loaded!r}, {verified!r}"
-            for error in (loaded, verified):
-                assert isinstance(error, CheckpointError | UsageError), where
-                assert file.name in str(error) or file.name == CURRENT, where
-                assert isinstance(error, UsageError) or error.file == str(file), where
-        file.write_bytes(before)
+            for error in (damage.load(), damage.verify()):
+                assert isinstance(error, CheckpointError | UsageError), f"{file.name}, {len(data)} bytes"
+                assert file.name in str(error) or file.name == CURRENT, error
+                assert isinstance(error, UsageError) or error.file == str(file), error
+        file.write_bytes(good)
     assert damage.verify() is None
 
 
 def test_a_block_in_another_ones_place_is_found(path: Path) -> None:
     damage, folder = Damage(path, state_dict_of()), folder_of(path)
-    name, start = next(
-        (file.name, start)
+    chunks = [
+        (file, start, stop)
         for file in folder.glob("*.bin")
         for _, start, stop in chunks_in(folder, file.name)
-        if stop - start > 3 * BLOCK
-    )
-    data = (folder / name).read_bytes()
-    for one, other in [(0, 1), (1, 0), (2, 0), (1, 2)]:
-        blocks = [data[start + i * BLOCK :][:BLOCK] for i in range(3)]
-        blocks[other] = blocks[one]
-        (folder / name).write_bytes(data[:start] + b"".join(blocks) + data[start + 3 * BLOCK :])
+    ]
+    file, start, _ = max(chunks, key=lambda chunk: chunk[2] - chunk[1])
+    data = file.read_bytes()
+    for one, other in [(0, 1), (2, 0)]:
+        changed, to = bytearray(data), start + other * BLOCK
+        changed[to : to + BLOCK] = data[start + one * BLOCK :][:BLOCK]
+        file.write_bytes(changed)
         for error in (damage.load(), damage.verify()):
             assert isinstance(error, CheckpointError) and error.offset == start + other * BLOCK, repr(error)
 
@@ -192,46 +181,42 @@ def load_with_one_bad_rank(path: Path) -> tuple[list[str | None], bool]:
     """Damage each rank's own part in turn. On each rank, return the errors, and whether the target is unchanged."""
     errors: list[str | None] = []
     target = sharded(emptied(state_dict_of()))
-    before = exactly(target)
-    folder = folder_of(path)
-    key = "state_dict['model']['rows']"
+    rows, before, folder = {"model": {"rows": target["model"]["rows"]}}, exactly(target), folder_of(path)
     for file in sorted(folder.glob("*.bin")):
-        start = next(start for k, start, _ in chunks_in(folder, file.name) if k == key)
-        for step in range(2):
-            if dist.get_rank() == 0:
-                flip(file, start, 4)
-            dist.barrier()
-            if step == 0:
-                rows = {"model": {"rows": target["model"]["rows"]}}
-                error = error_of(lambda: load(rows, path, strict=False))
-                errors.append(f"{type(error).__name__}: {error}, {vars(error) if error else ''}")
-            dist.barrier()
-    untouched = exactly(target) == before
-    load(target, path)
-    return errors, untouched and exactly(target) == exactly(sharded(state_dict_of()))
+        start = next(start for key, start, _ in chunks_in(folder, file.name) if key == ROWS)
+        if dist.get_rank() == 0:
+            flip(file, start, 4)
+        dist.barrier()
+        error = error_of(lambda: load(rows, path, strict=False))
+        errors.append(f"{type(error).__name__}: {error}, {vars(error) if error else ''}")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(file, start, 4)
+    return errors, exactly(target) == before
 
 
 def test_damage_that_one_rank_finds_is_raised_by_all(path: Path) -> None:
     found = launch(load_with_one_bad_rank, 3, path, timeout=60)
     assert found[0] == found[1] == found[2]
-    errors, held = found[0]
-    assert held
+    errors, untouched = found[0]
+    assert untouched
     for rank, error in enumerate(errors):
         assert error and error.startswith("CheckpointError: "), error
         assert not rank or f"rank {rank}" in error, error
-        assert f"{rank:05d}.bin" in error and "state_dict['model']['rows']" in error
+        assert f"{rank:05d}.bin" in error and ROWS in error
 
 
 @pytest.mark.parametrize(
     "name, file", [("dcp", ".metadata"), ("dcp", "__0_0.distcp"), ("part", "PART_000.pt")]
 )
-@pytest.mark.parametrize("put", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)])
-def test_a_file_without_an_end_is_refused(name: str, file: str, put: Any, tmp_path: Path) -> None:
-    FORMATS[name].save({"a": torch.ones(3)}, tmp_path / "c")
-    (tmp_path / "c" / file).unlink()
-    put(tmp_path / "c" / file)
-    with pytest.raises(CheckpointError, match="expected a regular file"):
-        FORMATS[name].load({"a": torch.zeros(3)}, tmp_path / "c")
+def test_a_file_without_an_end_is_refused(name: str, file: str, tmp_path: Path) -> None:
+    for put in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        FORMATS[name].save({"a": torch.ones(3)}, tmp_path / "c")
+        (tmp_path / "c" / file).unlink()
+        put(tmp_path / "c" / file)
+        with pytest.raises(CheckpointError, match="expected a regular file"):
+            FORMATS[name].load({"a": torch.zeros(3)}, tmp_path / "c")
+        shutil.rmtree(tmp_path / "c")
 
 
 def test_a_part_that_asks_for_very_many_parts_is_refused(tmp_path: Path) -> None:

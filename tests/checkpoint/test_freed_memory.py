@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from models import uneven
@@ -10,40 +12,31 @@ from hwfsdp import UsageError, checkpoint, fully_shard, launch
 from hwfsdp.checkpoint import dcp, parts
 from hwfsdp.checkpoint.state_dict import copy_state_dict, gather_state_dict, offload_state_dict_to_cpu
 
-
-def freed() -> torch.Tensor:
-    tensor = torch.arange(8.0)
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
 LOADS = [  # these loads give memory to tensors on meta
     lambda t, path: checkpoint.load({"t": t}, path / "store"),
     lambda t, path: parts.load_into(path / "part", {"t": t}),
     lambda t, path: dcp.load({"t": t}, path / "dcp"),
 ]
+USES = [
+    *LOADS,
+    lambda t, path: checkpoint.save({"t": t}, path / "new"),
+    lambda t, path: parts.save(path / "new", {"t": t}),
+    lambda t, path: dcp.save({"t": t}, path / "new"),
+    lambda t, _: copy_state_dict({"t": t}, {"t": torch.zeros(8)}),
+    lambda t, _: copy_state_dict({"t": torch.zeros(8)}, {"t": t}),
+    lambda t, _: gather_state_dict({"t": t}),
+    lambda t, _: offload_state_dict_to_cpu({"t": t}),
+]
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda t, path: checkpoint.save({"t": t}, path / "new"),
-        *LOADS,
-        lambda t, path: parts.save(path / "new", {"t": t}),
-        lambda t, path: dcp.save({"t": t}, path / "new"),
-        lambda t, _: copy_state_dict({"t": t}, {"t": torch.zeros(8)}),
-        lambda t, _: copy_state_dict({"t": torch.zeros(8)}, {"t": t}),
-        lambda t, _: gather_state_dict({"t": t}),
-        lambda t, _: offload_state_dict_to_cpu({"t": t}),
-    ],
-)
-def test_freed_memory_is_refused_by_name(use, tmp_path):
+def test_freed_memory_is_refused_by_name(tmp_path):
     for name, save in (("store", checkpoint.save), ("dcp", dcp.save)):
         save({"t": torch.ones(8)}, tmp_path / name)
     parts.save(tmp_path / "part", {"t": torch.ones(8)})
-    meta = torch.ones(8, device="meta")
-    unusable = {freed(): "one whose memory was freed", meta: r"one on the meta device, of shape \(8,\)"}
-    for tensor, got in unusable.items():
+    freed, meta = torch.arange(8.0), torch.ones(8, device="meta")
+    freed.untyped_storage().resize_(0)
+    unusable = {freed: "one whose memory was freed", meta: r"one on the meta device, of shape \(8,\)"}
+    for use, (tensor, got) in itertools.product(USES, unusable.items()):
         if tensor is not meta or use not in LOADS:
             with pytest.raises(UsageError, match=rf"\['?t'?\].*expected a tensor with .*; got {got}\."):
                 use(tensor, tmp_path)
