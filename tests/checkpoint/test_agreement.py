@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import suites
 from rank_checks import every_rank_says, raised
 from together import Together
 
@@ -166,9 +165,7 @@ def die(victim: int, point: str, path: Path) -> None:
 
     def work() -> None:
         kill("work")
-        if agreement.rank != 0:
-            return
-        while point == "work" and victim != 0:  # the leader must not wait for its own work to end
+        while point == "work" and agreement.rank == 0:  # the leader must not wait for its own work to end
             LATER.wait(0.01)
             agreement.check()
 
@@ -180,19 +177,13 @@ def die(victim: int, point: str, path: Path) -> None:
     kill("before")
     try:
         agreement.step("dying", work, decide)
-        kill("between")
-        agreement.step("dying later", lambda: None)
     except CheckpointError as error:
         (path / str(agreement.rank)).write_text(str(error))
         LATER.wait(5)  # until launch ends this rank, so that launch does not take it for the first to end
         raise
 
 
-FAST = [(0, "before"), (1, "work"), (0, "decide")]
-DEATHS = suites.fast_are(FAST, [*FAST, (0, "work"), (2, "before"), (2, "between")])
-
-
-@pytest.mark.parametrize(("victim", "point"), DEATHS)
+@pytest.mark.parametrize(("victim", "point"), [(0, "before"), (1, "work"), (0, "decide")])
 def test_all_survivors_name_the_dead(victim, point, tmp_path):
     with pytest.raises(RankError) as raised:
         launch(die, 3, victim, point, tmp_path, timeout=60)

@@ -38,13 +38,9 @@ def damage_in(file: Any) -> CheckpointError | None:
     return None
 
 
-def test_an_intact_file_has_no_damage(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(saved())
-    assert damage_in(tmp_path / "x") is None
-
-
 def test_no_flipped_bit_is_both_unnoticed_and_loaded_as_something_else() -> None:
     data = saved()
+    assert damage_in(io.BytesIO(data)) is None
     directory = data.index(b"PK\x01\x02")
     bits = [*range(8 * directory, 8 * len(data)), *random.Random(0).sample(range(8 * directory), 1500)]
     unnoticed = 0
