@@ -1,4 +1,4 @@
-"""Saves that fail: full disks, disks with errors, ranks that raise or hang; and failures in the background.
+"""Saves that fail: full disks, disks with errors, ranks that raise, hang or are killed; and failures in the background.
 
 A fault may hit any call on any rank. Then either all ranks raise the same error and the save before is unchanged, or the save counts
 on all ranks. The next save works, and nothing of the failed one is left. Ranks start once for many faults, one after the other, so
@@ -8,16 +8,19 @@ damage by one fault makes the next one fail, too.
 from __future__ import annotations
 
 import errno
+import multiprocessing as mp
 import os
 import re
 import resource
+import shutil
+import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -25,17 +28,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from faults import (
-    CURRENT,
-    contents_of,
-    error_of,
-    exactly,
-    folder_of,
-    loaded_from,
-    saves_in,
-    state_dict_of,
-    tripwire,
-)
+from faults import CURRENT, contents_of, error_of, exactly, loaded_from, saves_in, state_dict_of, tripwire
 from rank_checks import every_rank_says, is_last, raised
 from samples import cut, line
 from together import Together
@@ -168,6 +161,94 @@ def test_a_first_save_that_fails_leaves_no_checkpoint_and_does_not_stand_in_the_
         assert loaded_from(path) == 2 and len(saves_in(path)) == 1
 
 
+# --- Processes that are killed ----------------------------------------------------------------------------------
+
+
+def held_by(path: Path) -> int | None:
+    """Return the seed of the state dict in a checkpoint, checked bit for bit; None if there is no checkpoint."""
+    if isinstance(error_of(lambda: inspect(path)), UsageError):
+        return None
+    seed = loaded_from(path)
+    assert seed is not None, "a mixture of saves"
+    return seed
+
+
+def kill_around(after: bool) -> Callable[..., Any]:
+    """Kill this process in place of a call (`after` False), after it, or in the middle of a write."""
+
+    def act(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            if after and function.__name__ == "write":
+                function(args[0], args[1][: len(args[1]) // 2])
+            elif after:
+                function(*args, **kwargs)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return act
+
+
+def save_and_die(path: Path, keep: int, at: int, after: bool) -> None:
+    with tripwire(at, kill_around(after)):
+        save(state_dict_of(100), path, keep=keep)
+
+
+@pytest.mark.parametrize("saves_before", [0, 2])
+def test_a_killed_save_leaves_the_old_save_or_the_new_one(saves_before: int, tmp_path: Path) -> None:
+    """SIGKILL leaves no time to clean up. It comes before, after and within every call that changes files."""
+    previous, keep = (saves_before - 1, saves_before) if saves_before else (None, 1)
+    template = tmp_path / "template"
+    template.mkdir()
+    for seed in range(saves_before):
+        save(state_dict_of(seed), template, keep=2)
+    shutil.copytree(template, tmp_path / "counted")
+    with tripwire(None, kill_around(True)) as calls:
+        save(state_dict_of(100), tmp_path / "counted", keep=keep)
+    assert {"open", "write", "fsync", "replace", "mkdir"} <= {*calls}
+    outcomes = set()
+    for (at, call), after in product(enumerate(calls), (False, True)):
+        path, where = tmp_path / f"{at} {after}", f"at call {at}, {call}, {after}"
+        shutil.copytree(template, path)
+        child = mp.get_context("fork").Process(target=save_and_die, args=(path, keep, at, after))
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL, where
+        holds = held_by(path)
+        outcomes.add(holds)
+        for name in inspect(path).saves if holds is not None else ():
+            verify(path / name)  # every save that looks finished is whole
+        save(state_dict_of(200), path, keep=keep, overwrite=True)
+        found = [held_by(path / name) for name in saves_in(path)]
+        counting = [*range(saves_before), *([100] if holds == 100 else []), 200]
+        assert found == counting[-keep:] and held_by(path) == 200, where
+        assert sorted(os.listdir(path)) == sorted([*saves_in(path), CURRENT]), where
+    assert outcomes == {previous, 100}
+
+
+def two_of(value: float) -> dict[str, torch.Tensor]:
+    """Return two tensors. Each of two ranks writes one."""
+    return {key: torch.full((4,), value) for key in "ab"}
+
+
+def die_while_writing(name: str, path: Path) -> None:
+    with mock.patch.object(os, "fsync", lambda _: os._exit(9)) if is_last() else nullcontext():
+        WRITERS[name](two_of(0), path)
+
+
+def test_a_rank_that_is_killed_leaves_the_old_checkpoint_of_any_format(tmp_path: Path) -> None:
+    for name, read in READERS.items():
+        path, target = tmp_path / name, two_of(0)
+        WRITERS[name](two_of(1), path)
+        with pytest.raises(RankError, match="rank 1"):
+            launch(die_while_writing, 2, name, path, timeout=60)
+        read(target, path)
+        assert exactly(target) == exactly(two_of(1))
+        WRITERS[name](two_of(2), path)
+        read(target, path)
+        assert exactly(target) == exactly(two_of(2))
+    assert sorted(os.listdir(tmp_path)) == sorted(READERS)  # nothing is left of the attempts
+
+
 # --- Ranks that take long ---------------------------------------------------------------------------------------
 
 
@@ -289,29 +370,6 @@ def change_after_saving(path: Path) -> list[int | None]:
 
 def test_saves_in_the_background_hold_the_values_of_their_moment(tmp_path: Path) -> None:
     assert launch(change_after_saving, 2, tmp_path / "c", timeout=60) == [[0, 1, 2, 3]] * 2
-
-
-def test_a_save_that_stands_still_holds_its_own_values_and_the_next_waits(tmp_path: Path) -> None:
-    """The first save stops before it writes, and the tensor changes. Then the save goes on while the second call waits."""
-    value = torch.zeros(1000)
-    may_write, write = threading.Event(), saving.commit.write_file
-
-    def waiting(*args: Any) -> Any:
-        assert may_write.wait(60)
-        return write(*args)
-
-    with mock.patch.object(saving.commit, "write_file", waiting):
-        first = async_save({"x": value}, tmp_path / "c", keep=2)
-        value.fill_(1)
-        assert not first.done()
-        may_write.set()
-        second = async_save({"x": value}, tmp_path / "c", keep=2)
-        assert first.done()
-        value.fill_(2)
-        ids = first.wait(), second.wait()
-    for expected, save_id in enumerate(ids):
-        assert load({"x": torch.full((1000,), 9.0)}, tmp_path / "c" / save_id)["x"].eq(expected).all()
-    assert folder_of(tmp_path / "c").name == ids[1]
 
 
 FORKS_WHILE_IT_SAVES = """

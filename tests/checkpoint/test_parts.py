@@ -34,13 +34,13 @@ from torch import Tensor, nn
 
 from models import Block, Model
 
-from hwfsdp import fully_shard, launch
+from hwfsdp import fully_shard
 from hwfsdp.checkpoint import commit, part_files, parts, saving
 from hwfsdp.checkpoint.meta import init_optimizer_state
 from hwfsdp.checkpoint.state_dict import gather_state_dict
 from hwfsdp.checkpoint.traverse import map_leaves
 from hwfsdp.compat import local_of, wrap_like
-from hwfsdp.errors import CheckpointError, RankError, UsageError
+from hwfsdp.errors import CheckpointError, UsageError
 
 WORLD_SIZE = 3  # some chunks are empty, and a group can be without one of the ranks
 LARGE = 48  # bytes
@@ -369,18 +369,6 @@ def a_mesh_of_other_ranks_and_a_dtensor_among_others_are_refused(directory: Path
     assert text.startswith("state_dict['others']['w'][0]: expected no DTensor among others")
 
 
-def die_while_writing(directory: str) -> None:
-    write = torch.save
-
-    def killed(tree: Any, file: Any) -> None:
-        if is_last() and not isinstance(file, io.BytesIO):
-            os._exit(9)
-        write(tree, file)
-
-    with mock.patch.object(torch, "save", killed):
-        parts.save(directory, {"a": numbered(4)})
-
-
 # --- The tests: ranks --------------------------------------------------------------------------------------
 
 
@@ -389,16 +377,6 @@ def test_on_ranks(check: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.getbasetemp() / "parts"
     directory.mkdir(exist_ok=True)
     on_ranks.assert_holds(check, str(directory))
-
-
-def test_a_rank_that_is_killed_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    parts.save(tmp_path / "c", {"a": numbered(3)})
-    with pytest.raises(RankError):
-        launch(die_while_writing, 2, str(tmp_path / "c"), timeout=60)
-    assert_same(parts.load(tmp_path / "c")["model"], {"a": numbered(3)})
-    parts.save(tmp_path / "c", {"a": numbered(5)})
-    assert names_in(tmp_path) == ["c"]  # nothing is left of the attempt
-    assert_same(parts.load(tmp_path / "c")["model"], {"a": numbered(5)})
 
 
 # --- The tests: in one process -----------------------------------------------------------------------------
