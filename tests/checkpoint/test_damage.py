@@ -7,9 +7,11 @@ After any damage, a load gives exactly the saved values, or it raises an error t
 from __future__ import annotations
 
 import functools
+import io
 import os
 import random
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hwfsdp import launch
 from hwfsdp.checkpoint import load, parts, save
+from hwfsdp.checkpoint.commit import check_archive
 from hwfsdp.checkpoint.traverse import map_leaves
-from hwfsdp.errors import CheckpointError, UsageError
+from hwfsdp.errors import CheckpointError, FSDPError, UsageError
 
 BLOCK = 1 << 20
 HEADER = 64
@@ -225,3 +228,52 @@ def test_a_part_that_asks_for_very_many_parts_is_refused(tmp_path: Path) -> None
     torch.save({**torch.load(file), "__nshards__": 10**30}, file)
     with pytest.raises(CheckpointError, match="PART_001.pt: expected 1000000000"):
         parts.load(tmp_path / "c")
+
+
+# --- Files of torch.save -------------------------------------------------------------------------------------
+
+
+def archive() -> bytes:
+    file = io.BytesIO()
+    torch.save({"a": torch.arange(1.0, 9.0), "b": [1, "x"]}, file)
+    return file.getvalue()
+
+
+def loads_as_saved(data: bytes) -> bool:
+    """Return True if torch loads the right values, or refuses the file: a refused file misleads nobody."""
+    try:
+        found = torch.load(io.BytesIO(data), weights_only=True)
+    except Exception:
+        return True
+    return exactly(found) == exactly({"a": torch.arange(1.0, 9.0), "b": [1, "x"]})
+
+
+def damage_in(data: bytes) -> FSDPError | None:
+    return error_of(lambda: check_archive(io.BytesIO(data), Path("x")))
+
+
+def test_no_flipped_bit_is_both_unnoticed_and_loaded_as_something_else() -> None:
+    data = archive()
+    assert damage_in(data) is None
+    directory = data.index(b"PK\x01\x02")
+    bits = [*range(8 * directory, 8 * len(data)), *random.Random(0).sample(range(8 * directory), 1500)]
+    unnoticed = 0
+    for bit in bits:
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        if damage_in(bytes(damaged)) is None:
+            unnoticed += 1
+            assert loads_as_saved(bytes(damaged)), f"bit {bit} of {8 * len(data)}"
+    assert 0 < unnoticed < len(bits)  # what lies between the records, for example
+
+
+def test_a_record_with_other_attributes_is_found_by_name() -> None:
+    for folder, method in ((0x10, zipfile.ZIP_STORED), (0, zipfile.ZIP_DEFLATED)):
+        changed = io.BytesIO()
+        with zipfile.ZipFile(io.BytesIO(archive())) as old, zipfile.ZipFile(changed, "w") as new:
+            for record in old.infolist():
+                copy = zipfile.ZipInfo(record.filename)
+                copy.external_attr, copy.compress_type = folder, method
+                new.writestr(copy, old.read(record))
+        damage = damage_in(changed.getvalue())
+        assert isinstance(damage, CheckpointError) and damage.key == "archive/data.pkl"

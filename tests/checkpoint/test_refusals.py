@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import MappingProxyType
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -36,14 +37,16 @@ from faults import (
     saves_in,
     seal_manifest,
 )
+from models import uneven
 from rank_checks import is_last, raised
 from together import Together
 from samples import FORMATS, Bomb, line
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from hwfsdp import launch
-from hwfsdp.checkpoint import commit, inspect, load, save, saving, verify
+from hwfsdp import fully_shard, launch
+from hwfsdp.checkpoint import StateDictStager, commit, inspect, load, save, saving, verify
+from hwfsdp.checkpoint.state_dict import copy_state_dict, gather_state_dict, offload_state_dict_to_cpu
 from hwfsdp.errors import CheckpointError, FSDPError, StateError, UnsupportedError, UsageError
 
 
@@ -505,6 +508,58 @@ def test_of_two_saves_into_one_directory_both_succeed_and_the_last_one_counts(
     target = {"x": torch.zeros(3)}
     FORMATS[name].load(target, tmp_path / "c")
     assert target["x"].eq(1).all() and [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+# --- Tensors without memory ---------------------------------------------------------------------------------
+
+LOADS = [  # these loads give memory to tensors on meta
+    lambda t, path, name=name, format_=format_: format_.load({"t": t}, path / name)
+    for name, format_ in FORMATS.items()
+]
+USES = [
+    *LOADS,
+    *(lambda t, path, format_=format_: format_.save({"t": t}, path / "new") for format_ in FORMATS.values()),
+    lambda t, _: copy_state_dict({"t": t}, {"t": torch.zeros(8)}),
+    lambda t, _: copy_state_dict({"t": torch.zeros(8)}, {"t": t}),
+    lambda t, _: gather_state_dict({"t": t}),
+    lambda t, _: StateDictStager().stage({"t": t}),
+    lambda t, _: offload_state_dict_to_cpu({"t": t}),
+]
+
+
+def test_freed_memory_is_refused_by_name(tmp_path):
+    for name, format_ in FORMATS.items():
+        format_.save({"t": torch.ones(8)}, tmp_path / name)
+    freed, meta = torch.arange(8.0), torch.ones(8, device="meta")
+    freed.untyped_storage().resize_(0)
+    unusable = {freed: "one whose memory was freed", meta: r"one on the meta device, of shape \(8,\)"}
+    for use, (tensor, got) in product(USES, unusable.items()):
+        if tensor is not meta or use not in LOADS:
+            with pytest.raises(UsageError, match=rf"\['?t'?\].*expected a tensor with .*; got {got}\."):
+                use(tensor, tmp_path)
+    assert not (tmp_path / "new").exists()
+
+
+def save_parameters_of_before(path):
+    model = uneven()
+    fully_shard(model)
+    model.unshard()
+    whole = dict(model.named_parameters())
+    model.reshard()
+    with pytest.raises(UsageError, match="whose memory was freed. Take the state dict of the sharded model"):
+        save(whole, path)
+
+
+def test_parameters_that_were_whole_once_are_refused(tmp_path):
+    launch(save_parameters_of_before, 2, tmp_path, timeout=60)
+
+
+def test_a_save_does_not_go_into_another(tmp_path: Path) -> None:
+    save_id = save({"t": torch.ones(3)}, tmp_path)
+    for path in (tmp_path / save_id, tmp_path / save_id / "x"):
+        with pytest.raises(UsageError, match="got one save, 000001-"):
+            save({"t": torch.zeros(3)}, path, overwrite=True)
+    assert load({"t": torch.zeros(3)}, tmp_path)["t"].all()
 
 
 # --- Ranks that differ -----------------------------------------------------------------------------------------
