@@ -8,14 +8,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import tempfile
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
 from faults import bits
 from rank_checks import is_first, is_last, raised
 from together import Together
@@ -23,9 +28,13 @@ from samples import Pair, assert_same, cut, line, numbered
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as torchs_extent
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from hwfsdp import layout
+from hwfsdp.checkpoint import dcp, load, save
 from hwfsdp.checkpoint.distribute import broadcast_state_dict, distribute_state_dict
+from hwfsdp.checkpoint.meta import init_state_dict
 from hwfsdp.checkpoint.staging import StateDictStager
 from hwfsdp.checkpoint.state_dict import copy_state_dict, create_cpu_state_dict, gather_state_dict
 from hwfsdp.checkpoint.state_dict import check_state_dict_similarity, offload_state_dict_to_cpu
@@ -91,12 +100,10 @@ def sharded(fill: float | None = None) -> dict[str, DTensor]:
 
 def model_like() -> dict[str, Any]:
     """Return a full state dict with a bit of everything."""
-    base = numbered(12)
     return {
         "weight": numbered(7, 3),
         "transposed": numbered(3, 7).t(),
-        "view": base[2:9],
-        "other view": base[::2],
+        "view": numbered(12)[1::2],
         "zero dim": torch.tensor(5.0),
         "flags": torch.tensor([True, False, True]),
         "half": numbered(5, dtype=torch.bfloat16),
@@ -114,7 +121,7 @@ def model_like() -> dict[str, Any]:
 
 def local_like() -> dict[str, Any]:
     """Return the state dict of `model_like` before it is filled: zeros, other scalars, sharded where possible."""
-    plain = {"view": torch.zeros(14)[::2], "step": torch.tensor(0.0), "a": torch.zeros(1)}
+    plain = {"view": torch.zeros(12)[::2], "step": torch.tensor(0.0), "a": torch.zeros(1)}
 
     def emptied(path: tuple[Any, ...], value: Any, _: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -376,8 +383,12 @@ def dtypes_are_cast_if_asked_for(fill: Callable[..., None]) -> None:
             fill({name: whole}, {name: place})
     fill({name: whole for name in places}, places, allow_cast=True)
     assert_holds(places, {name: whole.to(dtype) for name, dtype in dtypes.items()})
-    with pytest.raises(UsageError, match=r"got shape \(7, 3\) and torch.float32. Compare the model"):
-        fill({"a": whole}, {"a": torch.zeros(3, 7, dtype=torch.int64)}, allow_cast=True)
+    misfit = {"first": torch.zeros(2), "k": [torch.zeros(3, 7)]}
+    with pytest.raises(
+        UsageError, match=r"\['k'\]\[0\].*got shape \(7, 3\) and torch.float32. Compare the model"
+    ):
+        fill({"first": numbered(2), "k": [whole]}, misfit, allow_cast=True)
+    assert not misfit["first"].any()
 
 
 def one_tensor_gets_two_entries_only_if_they_are_the_same(fill: Callable[..., None]) -> None:
@@ -516,13 +527,78 @@ def a_misfit_on_one_rank_is_an_error_on_all_before_any_data_moves() -> None:
         assert sent == [], name
 
 
+# --- DTensors that were flattened ----
+
+
+FLATTENED: list[tuple[tuple[int, ...], tuple[int, ...], list[Placement]]] = [
+    ((4,), (3, 5, 2), [Shard(1)]),  # uneven: the last rank has nothing
+    ((2, 2), (2, 8), [Shard(1), Shard(1)]),
+    ((2, 2), (2, 8), [Replicate(), Shard(1)]),
+    ((2, 2), (2, 3, 8), [Shard(2), Shard(1)]),
+]
+
+
+@functools.cache
+def stripes() -> list[tuple[DTensor, Tensor]]:
+    """Return DTensors whose first two dims were flattened, so that a rank holds stripes of them, and the whole tensors."""
+    found = []
+    for sizes, shape, placements in FLATTENED:
+        whole = numbered(*shape)
+        striped = distribute_tensor(whole, init_device_mesh("cpu", sizes), placements, src_data_rank=None)
+        found.append((striped.flatten(0, 1), whole.flatten(0, 1)))
+    return found
+
+
+def like(striped: DTensor, device: str = "cpu") -> DTensor:
+    local = torch.zeros_like(striped.to_local(), device=device)
+    shape, stride = striped.shape, striped.stride()
+    return DTensor.from_local(local, striped.device_mesh, striped.placements, shape=shape, stride=stride)
+
+
 @on_ranks
-def distributing_a_wrong_shape_changes_nothing() -> None:
-    local = {"first": torch.zeros(2), "k": [torch.zeros(4)]}
-    with pytest.raises(UsageError) as info:
-        distribute({"first": numbered(2), "k": [numbered(1)]}, local)
-    assert str(info.value).startswith("state_dict['k'][0]: expected shape (4,)")
-    assert_holds(local, {"first": torch.zeros(2), "k": [torch.zeros(4)]})
+def stripes_are_gathered_cut_and_staged_as_torch_does() -> None:
+    for striped, whole in stripes():
+        assert torch.equal(gather_state_dict({"w": striped})["w"], whole)
+        args = striped.shape, striped.device_mesh, striped.placements
+        assert layout.compute_local_shape_and_global_offset(*args) == torchs_extent(*args)
+        for fill, device in product((distribute_state_dict, broadcast_state_dict), ("cpu", "meta")):
+            target = {"w": like(striped, device)}
+            fill({"w": whole}, target, CPU)
+            assert torch.equal(target["w"].to_local(), striped.to_local())
+        assert torch.equal(StateDictStager().stage({"w": striped})["w"].to_local(), striped.to_local())
+        made = init_state_dict({"w": like(striped, "meta")})["w"]
+        assert made.to_local().shape == striped.to_local().shape and not made.is_meta
+
+
+@on_ranks
+def stripes_are_saved_and_loaded_from_and_into_any_sharding() -> None:
+    paths = [Path(tempfile.mkdtemp()) if is_first() else None]
+    dist.broadcast_object_list(paths)
+    for striped, whole in stripes():
+        rows = distribute_tensor(whole, striped.device_mesh, [Shard(0)] * striped.device_mesh.ndim)
+        for write, read, name in ((save, load, "store"), (dcp.save, dcp.load, "dcp")):
+            for saved, targets in ((rows, [like(striped, "meta")]), (striped, [like(striped), like(rows)])):
+                write({"w": saved, "plain": whole}, paths[0] / name, overwrite=True)
+                for target in targets:
+                    state = {"w": target, "plain": torch.zeros_like(whole)}
+                    read(state, paths[0] / name)
+                    assert torch.equal(gather_state_dict(state)["w"], whole)
+        plain = {"w": torch.zeros_like(whole)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch_dcp.load(plain, checkpoint_id=paths[0] / "dcp")
+        assert torch.equal(plain["w"], whole)
+
+
+@on_ranks
+def replicas_of_stripes_that_differ_are_not_saved() -> None:
+    striped = stripes()[2][0].clone()
+    if is_first():
+        striped.to_local().detach()[0] += 1
+    said = r"expected the same values \[.*\] on ranks 0 and 2, as both have them"
+    with pytest.raises(UsageError, match=said):
+        save({"w": striped}, "differ")
+    assert not Path("differ").exists()
 
 
 # --- The tests ---------------------------------------------------------------------------------------------
