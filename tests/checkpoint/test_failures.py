@@ -146,21 +146,6 @@ def test_a_save_survives_unexpected_errors(tmp_path: Path) -> None:
         assert any(words in outcome.message for outcome in outcomes), words
 
 
-def test_a_first_save_that_fails_leaves_no_checkpoint_and_does_not_stand_in_the_way(tmp_path: Path) -> None:
-    with tripwire(None, raising(errno.EIO)) as calls:
-        save(state_dict_of(0), tmp_path / "new" / "counted")
-    for n, name in enumerate(calls):
-        path = tmp_path / f"new {n}" / "c"
-        with tripwire(n, raising(errno.EIO)):
-            error = error_of(lambda: save(state_dict_of(1), path))
-        if error is None:
-            assert loaded_from(path) == 1
-            continue
-        assert isinstance(error_of(lambda: load({}, path)), UsageError), (n, name)
-        save(state_dict_of(2), path)
-        assert loaded_from(path) == 2 and len(saves_in(path)) == 1
-
-
 # --- Processes that are killed ----------------------------------------------------------------------------------
 
 

@@ -202,12 +202,13 @@ def test_the_documented_example_of_a_format_loads_all_keys_or_says_which_differ(
 
 def test_a_path_without_a_checkpoint_of_the_format_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     loads = {"store": "checkpoint.load", "dcp": "dcp.load", "part": "parts.load"}
     for name, format_ in FORMATS.items():
         format_.save({"x": torch.ones(1)}, tmp_path / name)
     for name, format_ in FORMATS.items():
-        for path, got in (("nowhere", "nothing. Check the path"), ("file", "a file. Check the path")):
-            with pytest.raises(UsageError, match=f"expected .*directory of .*; got {got}"):
+        for path, got in (("nowhere", "nothing"), ("dangling", "nothing"), ("file", "a file")):
+            with pytest.raises(UsageError, match=f"expected .*directory of .*; got {got}. Check the path"):
                 format_.load({"x": torch.zeros(1)}, tmp_path / path)
         for other in FORMATS.keys() - {name}:
             with pytest.raises(

@@ -185,12 +185,10 @@ def test_a_value_comes_back_as_itself_and_a_subclass_as_a_number_or_string(tmp_p
 
 
 def test_a_single_element_may_have_any_stride(tmp_path):
-    for dtype in (torch.float32, torch.complex64, torch.bool):
-        values = torch.ones(1, 4, dtype=dtype)[:, 1]
-        assert values.stride() == (4,)
-        checkpoint.save({"values": values}, tmp_path, overwrite=True)
-        target = {"values": torch.zeros(1, 4, dtype=dtype)[:, 1]}
-        assert checkpoint.load(target, tmp_path)["values"].equal(values)
+    source, target = (make(1, 4, dtype=torch.complex64)[:, 1] for make in (torch.ones, torch.zeros))
+    assert source.stride() == (4,)
+    checkpoint.save({"values": source}, tmp_path)
+    assert checkpoint.load({"values": target}, tmp_path)["values"].equal(source)
 
 
 def test_an_inspection_lists_the_contents_of_a_save(tmp_path):
