@@ -23,19 +23,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torchs
 from faults import emptied
-from models import uneven
+import models
+from oracles import Training, ours, theirs
 from rank_checks import is_last, raised
 from together import Together
 from samples import Bomb, assert_same, cut, line, numbered
-from torch import nn, optim
-from torch.distributed import fsdp
+from torch import nn
 from torch.distributed.checkpoint import state_dict as api
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-import hwfsdp
 from hwfsdp import launch
 from hwfsdp.checkpoint import dcp
 from hwfsdp.checkpoint.meta import init_optimizer_state
@@ -64,53 +63,37 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- Models ------------------------------------------------------------------------------------------------
 
 
-def model_of(library: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = uneven()
-    model.register_buffer("steps", torch.tensor(0))
-    for block in model.blocks:
-        library.fully_shard(block, mesh=line())
-    return library.fully_shard(model, mesh=line())
+def with_buffer() -> models.Model:
+    model = models.uneven()
+    model.register_buffer("table", torch.arange(3))
+    return model
 
 
-def train(model: nn.Module, optimizer: optim.Optimizer, steps: int = 2) -> None:
-    for _ in range(steps):
-        model(torch.ones(2, 5)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.steps += 1
+def trained(library: Any) -> dict[str, Any]:
+    training = Training(with_buffer, library)
+    training.steps(2)
+    return state_of(training)
 
 
-def trained(library: Any) -> tuple[nn.Module, optim.Optimizer]:
-    model = model_of(library)
-    optimizer = optim.AdamW(model.parameters(), lr=0.1)
-    train(model, optimizer)
-    return model, optimizer
-
-
-def fresh(library: Any) -> tuple[nn.Module, optim.Optimizer]:
+def fresh(library: Any) -> Training:
     """Make a model and an optimizer whose values differ from the trained ones."""
-    model = model_of(library)
+    training = Training(with_buffer, library)
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*training.model.parameters(), *training.model.buffers()):
             tensor.fill_(7)
-    return model, optim.AdamW(model.parameters(), lr=0.5)
+    return training
 
 
-def state_of(model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
+def state_of(training: Training) -> dict[str, Any]:
     """Return the state of both as torch recommends to save it: by names of parameters, for any number of ranks."""
-    model_state, optimizer_state = api.get_state_dict(model, optimizer)
+    model_state, optimizer_state = api.get_state_dict(training.model, training.optimizer)
     return {"model": model_state, "optim": optimizer_state, "epoch": 3, "notes": ["a", (1, 2.5)]}
 
 
-def blank(state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "epoch": 0, "notes": None}
-
-
 def write_checkpoints(directory: Path) -> None:
-    state = state_of(*trained(fsdp))
+    state = trained(theirs)
     torchs.save(state, checkpoint_id=directory / "torch")
-    dcp.save(state_of(*trained(hwfsdp)), directory / "hwfsdp")
+    dcp.save(trained(ours), directory / "hwfsdp")
     whole = gather_state_dict(state)
     if is_last():
         assert not [p for p in os.listdir(directory) if p.startswith(".")]
@@ -127,19 +110,20 @@ def whole_of(directory: Path) -> dict[str, Any]:
 
 @on_ranks
 def a_checkpoint_of_torch_is_loaded_into_our_model_and_optimizer(directory: Path) -> None:
-    model, optimizer = fresh(hwfsdp)
-    init_optimizer_state(optimizer)
-    state = blank(state_of(model, optimizer))
+    training = fresh(ours)
+    init_optimizer_state(training.optimizer)
+    state = state_of(training) | {"epoch": 0, "notes": None}
     dcp.load(state, directory / "torch")
-    api.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    whole = whole_of(directory)
-    assert_same(gather_state_dict(state_of(model, optimizer)), whole)
-    assert_same({k: state[k] for k in ("epoch", "notes")}, {k: whole[k] for k in ("epoch", "notes")})
+    api.set_state_dict(
+        training.model, training.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
+    assert_same(gather_state_dict(state_of(training)), whole_of(directory))
+    assert (state["epoch"], state["notes"]) == (3, ["a", (1, 2.5)])
 
 
 @on_ranks
 def our_checkpoint_is_loaded_by_torch_into_its_model(directory: Path) -> None:
-    state = blank(state_of(*fresh(fsdp)))
+    state = state_of(fresh(theirs)) | {"epoch": 0, "notes": None}
     torchs.load(state, checkpoint_id=directory / "hwfsdp")
     assert_same(gather_state_dict(state), whole_of(directory))
 

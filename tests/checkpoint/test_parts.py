@@ -177,14 +177,24 @@ def a_checkpoint_of_other_writers_goes_into_shards(make: Callable[..., Any], dir
     saved = small()
     optimizer = stepped(make(saved))
     state, moments = plain(dict(saved.state_dict())), plain(optimizer.state_dict())
-    for count, steps in ((1, 1), (2, 0), (5, 1)):  # an optimizer that has a state already, or none yet
-        where = directory / f"{count} {dist.get_rank()}"  # each rank its own copy
+    for count, device, has_state in (
+        (1, "cpu", True),
+        (2, "cpu", False),
+        (5, "meta", False),
+        (5, "meta", True),
+    ):
+        where = directory / f"{count} {has_state} {dist.get_rank()}"  # each rank its own copy
         original_parts.write(where, [state], [moments], {"step": 3}, count=count, large_bytes=LARGE)
-        target = sharded_small()
+        with torch.device(device):
+            target = sharded_small()
         theirs = make(target)
-        for _ in range(steps):
-            stepped(theirs)
+        if has_state:
+            init_optimizer_state(theirs)
+        if device == "meta":
+            message = raised(lambda: parts.load_into(where, None, theirs), UsageError)
+            assert "expected parameters with memory; got one on the meta device" in message
         assert parts.load_into(where, target, theirs) == {"step": 3}
+        assert [p for group in theirs.param_groups for p in group["params"]] == [*target.parameters()]
         assert_same(whole(dict(target.state_dict())), state)
         assert_same(whole(theirs.state_dict()), moments)
     # and it goes on as if nothing had happened
@@ -202,26 +212,6 @@ for make in OPTIMIZERS:
         "a checkpoint of other writers goes into shards": a_checkpoint_of_other_writers_goes_into_shards,
     }.items():
         on_ranks.add(f"{name} ({make.__name__})", partial(check, make), None)
-
-
-@on_ranks
-def a_model_and_its_optimizer_on_the_meta_device_get_memory(directory: Path) -> None:
-    model = small()
-    parts.save(directory / "c", model, stepped(adamw(model)))
-    for has_state in (False, True):
-        with torch.device("meta"):
-            target = small()
-        target = sharded(target)
-        optimizer = adamw(target)
-        if has_state:
-            init_optimizer_state(optimizer)
-        message = raised(lambda: parts.load_into(directory / "c", None, optimizer), UsageError)
-        assert "expected parameters with memory; got one on the meta device" in message
-        assert all(param.is_meta for param in target.parameters())
-        parts.load_into(directory / "c", target, optimizer)
-        assert optimizer.param_groups[0]["params"] == list(target.parameters())
-        assert_same(whole(dict(target.state_dict())), plain(dict(model.state_dict())))
-        assert_same(whole(optimizer.state_dict()), parts.load(directory / "c")["optimizer"])
 
 
 @on_ranks
@@ -270,7 +260,7 @@ def large_tensors_are_cut_small_ones_dealt_out_and_buffers_and_others_are_in_par
 
 @on_ranks
 def a_part_that_rank_0_does_not_see_fails_all(directory: Path) -> None:
-    elsewhere = directory / f"file system {dist.get_rank()}"
+    elsewhere = directory / f"file system {dist.get_rank()}" / "c"
     real = commit.name_beside
 
     def made(target: Path, save_id: str) -> Path:
@@ -279,7 +269,7 @@ def a_part_that_rank_0_does_not_see_fails_all(directory: Path) -> None:
         return path
 
     with mock.patch.object(commit, "name_beside", real if dist.get_rank() == 0 else made):
-        message = raised(lambda: parts.save(elsewhere / "c", {"a": numbered(3)}), CheckpointError)
+        message = raised(lambda: parts.save(elsewhere, {"a": numbered(3)}), CheckpointError)
     assert "PART_001.pt: expected the file that its rank wrote; got none" in message
 
 

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from faults import bits
 from samples import Pair, Record, cut
-from models import uneven
+import models
+from oracles import Training, ours
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.optim import AdamW
 
-from hwfsdp import checkpoint, fully_shard, launch
+from hwfsdp import checkpoint, launch
 from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.commit import checksums_of
 from hwfsdp.checkpoint.convert import convert
@@ -94,24 +94,21 @@ def load_each_way(paths: list[Path]) -> list[str]:
     return wrong
 
 
-def sharded_training(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = uneven()
-    fully_shard(model)
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    for step in range(steps):
-        model(torch.full((2, 5), 0.1 * step)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
+def sharded_training(steps: int) -> Training:
+    training = Training(models.uneven, ours)
+    training.steps(steps)
+    return training
+
+
+def state_of(training: Training) -> dict[str, Any]:
+    return {"model": training.model.state_dict(), "optim": training.optimizer.state_dict()}
 
 
 def save_all(base: Path) -> None:
     """On ranks: save the checkpoints that tests on several ranks load."""
     save_each_way(base / "each way")
     if dist.get_world_size() == 3:
-        model, optimizer = sharded_training(2)
-        checkpoint.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, base / "training")
+        checkpoint.save(state_of(sharded_training(2)), base / "training")
         rows = cut(torch.ones(8192, 1024), mesh_of((3,)), Shard(0))
         checkpoint.save({"cut": rows, "unwanted": torch.zeros(1 << 20)}, base / "large")
     else:
@@ -203,16 +200,15 @@ def test_an_inspection_lists_the_contents_of_a_save(tmp_path):
 
 
 def load_training(path: Path) -> None:
-    model, optimizer = sharded_training(1)
-    expected, expected_optimizer = sharded_training(2)
-    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    found, expected = sharded_training(1), sharded_training(2)
+    state = state_of(found)
     checkpoint.load(state, path)
-    optimizer.load_state_dict(state["optim"])
-    for (name, found), param in zip(model.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(found.full_tensor(), param.full_tensor(), msg=name)
-    for found, other in zip(model.parameters(), expected.parameters()):
-        for key, value in optimizer.state[found].items():
-            torch.testing.assert_close(value, expected_optimizer.state[other][key])
+    found.optimizer.load_state_dict(state["optim"])
+    pairs = zip(found.model.parameters(), expected.model.parameters(), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine.full_tensor(), theirs.full_tensor())
+        for key, value in found.optimizer.state[mine].items():
+            torch.testing.assert_close(value, expected.optimizer.state[theirs][key])
 
 
 def bytes_read(path: Path) -> int:
