@@ -47,6 +47,7 @@ def the_leader_answers_every_rank() -> None:
 ERRORS = [
     UsageError("state_dict['x']", expected="a", got="b", remedy="C."),
     StateError("here", expected="a", got="b", remedy="C."),
+    CheckpointError("a file", expected="a", got="b", remedy="C.").at("a file", "state_dict['x']", 7),
     OSError(28, "No space left on device", "/some/file"),
     ZeroDivisionError("division\nby zero"),
     MemoryError(),
@@ -77,6 +78,12 @@ def the_error_of_one_is_the_error_of_all() -> None:
         told = not isinstance(error, FSDPError) or rank > 0  # any rank may meet an error of rank 0
         assert (f", rank {rank}:" in message) == told
         assert (getattr(error, "strerror", None) or str(error).split("\n")[0].split(": ")[0]) in message
+        if isinstance(error, CheckpointError):
+            assert [getattr(info.value, name) for name in ("file", "key", "offset")] == [
+                "a file",
+                "state_dict['x']",
+                7,
+            ]
 
 
 @on_ranks

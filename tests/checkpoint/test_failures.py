@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -53,48 +53,22 @@ from hwfsdp.checkpoint.error_messages import of_disk, with_size
 from hwfsdp.errors import CheckpointError, FSDPError, RankError, UsageError
 
 
-class Outcome(NamedTuple):
-    """The outcome of a save with a fault, on one rank."""
-
-    fault: str
-    kind: str
-    message: str
-    holds: int | None
-    holds_after: int | None
-    left: list[str]
-
-    def check(self, previous: int, attempted: int, following: int) -> None:
-        if self.kind == "NoneType":
-            assert self.holds == attempted, self
-        else:
-            assert self.kind == "CheckpointError" and self.holds == previous, self
-        assert self.holds_after == following, self
-        assert len(self.left) == 1, self
-
-
-def save_with(path: Path, victim: int, name: str, fault: Any, seed: int) -> Outcome:
-    """On a rank: save while `fault` is active on one rank, look at the outcome, and save once more."""
+def save_with(path: Path, victim: int, fault: Any, seed: int) -> str:
+    """On a rank: save while `fault` is active on one rank, and save once more. Return the error, the same on all ranks; "": none."""
     with fault if dist.get_rank() == victim else nullcontext():
         error = error_of(lambda: save(state_dict_of(seed), path, overwrite=True))
-    holds = loaded_from(path)
+    message = str(error or "")
+    assert every_rank_says(message) == [message] * dist.get_world_size()
+    if error:
+        assert type(error) is CheckpointError, error
+        assert f"rank {victim}" in message or not victim  # any rank may meet an error of rank 0
+    assert loaded_from(path) == (seed - 1 if error else seed), message
     dist.barrier()
     save(state_dict_of(seed + 1), path, overwrite=True)
-    after = loaded_from(path)
-    left = [n for n in sorted(os.listdir(path)) if n != CURRENT]
+    assert loaded_from(path) == seed + 1 and sorted(os.listdir(path)) == sorted([*saves_in(path), CURRENT])
+    assert len(saves_in(path)) == 1, message
     dist.barrier()
-    return Outcome(f"{name} on rank {victim}", type(error).__name__, str(error), holds, after, left)
-
-
-def check_outcomes(on_ranks: list[list[Outcome]], least: int) -> list[Outcome]:
-    """Check that ranks agree and that each fault ended well. Return the outcomes of rank 0."""
-    assert all(outcomes == on_ranks[0] for outcomes in on_ranks), on_ranks
-    assert len(on_ranks[0]) >= least
-    for i, outcome in enumerate(on_ranks[0]):
-        outcome.check(previous=2 * i, attempted=2 * i + 1, following=2 * i + 2)
-        # any rank may meet an error of rank 0
-        if outcome.kind != "NoneType" and not outcome.fault.endswith("rank 0"):
-            assert outcome.fault.rpartition("on ")[2] in outcome.message, outcome
-    return on_ranks[0]
+    return message
 
 
 def raising(number: int) -> Callable[..., Any]:
@@ -104,46 +78,30 @@ def raising(number: int) -> Callable[..., Any]:
     return act
 
 
-def fail_at_every_call(path: Path) -> list[Outcome]:
-    """On a rank: save once for every system call of a save of every rank, which fails."""
+def fail_at_every_call(path: Path) -> None:
+    """On a rank: save once for every system call of a save of every rank, which fails. Then for unexpected errors."""
     with tripwire(None, raising(errno.EIO)) as calls:
         save(state_dict_of(0), path, overwrite=True)
-    points = [(rank, *call) for rank, names in enumerate(every_rank_says(calls)) for call in enumerate(names)]
-    return [
-        save_with(path, rank, f"{name} {n}", tripwire(n, raising(errno.EIO)), 2 * i + 1)
-        for i, (rank, n, name) in enumerate(points)
-    ]
+    of_ranks, seed, failed = every_rank_says(calls), 1, set()
+    for rank, (at, name) in ((rank, call) for rank in (0, 1) for call in enumerate(of_ranks[rank])):
+        message = save_with(path, rank, tripwire(at, raising(errno.EIO)), seed)
+        assert not message or "Input/output error" in message
+        failed |= {name} if message else set()
+        seed += 2
+    assert failed >= {"open", "write", "fsync", "replace", "mkdir"}
+    for owner, name, error, said in (
+        (saving, "identity_of", RuntimeError("one\ntwo"), "RuntimeError: one two"),
+        (saving.commit, "checksums_of", MemoryError(), "MemoryError"),
+        (saving.commit, "checksums_of", UnicodeError("ä\ud800"), "UnicodeError"),
+    ):
+        for rank in (0, 1):
+            message = save_with(path, rank, mock.patch.object(owner, name, side_effect=error), seed)
+            assert said in message
+            seed += 2
 
 
-def test_an_error_of_the_disk_at_any_call_ends_well(tmp_path: Path) -> None:
-    outcomes = check_outcomes(launch(fail_at_every_call, 2, tmp_path / "c", timeout=150), 25)
-    failed = [outcome for outcome in outcomes if outcome.kind != "NoneType"]
-    for name in ("open", "write", "fsync", "replace", "mkdir"):
-        assert any(outcome.fault.startswith(name) for outcome in failed), name
-    assert all("Input/output error" in outcome.message for outcome in failed)
-
-
-def fail_otherwise(path: Path) -> list[Outcome]:
-    """On a rank: save while a function of the package raises an unexpected error, on each rank in turn."""
-    save(state_dict_of(0), path)
-    faults: list[tuple[Any, str, Exception]] = [
-        (saving, "identity_of", RuntimeError("one\ntwo")),
-        (saving.commit, "checksums_of", MemoryError()),
-        (saving.commit, "checksums_of", UnicodeError("ä\ud800")),
-    ]
-    points = [(rank, *fault) for fault in faults for rank in range(dist.get_world_size())]
-    return [
-        save_with(
-            path, rank, type(error).__name__, mock.patch.object(owner, name, side_effect=error), 2 * i + 1
-        )
-        for i, (rank, owner, name, error) in enumerate(points)
-    ]
-
-
-def test_a_save_survives_unexpected_errors(tmp_path: Path) -> None:
-    outcomes = check_outcomes(launch(fail_otherwise, 2, tmp_path / "c", timeout=150), 6)
-    for words in ("RuntimeError: one two", "MemoryError"):
-        assert any(words in outcome.message for outcome in outcomes), words
+def test_an_error_at_any_call_ends_well(tmp_path: Path) -> None:
+    launch(fail_at_every_call, 2, tmp_path / "c", timeout=150)
 
 
 # --- Processes that are killed ----------------------------------------------------------------------------------
@@ -272,44 +230,6 @@ def test_a_step_may_take_long_if_it_does_on_all_ranks() -> None:
 # --- In the background -----------------------------------------------------------------------------------------
 
 
-def surface(path: Path) -> list[str]:
-    """On a rank: return the errors of calls after a save failed in the background; "" for a call without an error."""
-
-    def fail() -> Any:
-        with mock.patch.object(saving.commit, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
-            handle = async_save(state_dict_of(5), path, overwrite=True)
-            handle.failed()
-        return handle
-
-    def told(call: Callable[[], Any]) -> str:
-        return str(error_of(call) or "")
-
-    def save_one() -> str:
-        return save(state_dict_of(1), path, overwrite=True)
-
-    save(state_dict_of(0), path)
-    found = []
-    for call in (save_one, lambda: async_save(state_dict_of(1), path, overwrite=True).wait(), finish_saves):
-        fail()
-        found += [told(call), told(call)]
-    handle = fail()
-    found += [told(handle.wait), told(finish_saves)]
-    fail()
-    if dist.get_rank() == 0:
-        assert "full" in told(finish_saves)
-    # rank 0 has heard of it, the others have not
-    found += [told(save_one), told(save_one)]
-    return found
-
-
-def test_the_next_call_raises_a_failure_of_the_background(tmp_path: Path) -> None:
-    one, other = launch(surface, 2, tmp_path / "c", timeout=60)
-    assert one == other
-    for error, again in zip(one[::2], one[1::2], strict=True):
-        assert "full" in error and again == ""
-    assert loaded_from(tmp_path / "c") == 1
-
-
 def fail_and_leave(path: Path) -> int:
     with mock.patch.object(saving.commit, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
         handle = async_save(state_dict_of(5), path, overwrite=True)
@@ -334,27 +254,6 @@ def test_a_failed_save_without_a_wait_is_reported_at_exit(tmp_path: Path) -> Non
     assert "a save that nobody waited for has failed" in ended.stderr and ended.returncode == 1
     assert str(tmp_path / "file") in ended.stderr
     assert exactly(load({"a": torch.zeros(3)}, tmp_path / "new")) == exactly({"a": torch.ones(3)})
-
-
-def change_after_saving(path: Path) -> list[int | None]:
-    """On a rank: save in the background, and train during the saves, all in the same group."""
-    state_dict, handles, summed = state_dict_of(0), [], torch.ones(1)
-    for seed in range(4):
-        for key, value in state_dict_of(seed).items():
-            if key == "step":
-                state_dict["step"] = value
-            else:
-                state_dict[key].copy_(value)
-        handles.append(async_save(state_dict, path, keep=4))
-        state_dict["a"].fill_(-1)
-        for _ in range(10):
-            dist.all_reduce(summed)
-    assert summed.item() == dist.get_world_size() ** 40
-    return [loaded_from(path / handle.wait()) for handle in handles]
-
-
-def test_saves_in_the_background_hold_the_values_of_their_moment(tmp_path: Path) -> None:
-    assert launch(change_after_saving, 2, tmp_path / "c", timeout=60) == [[0, 1, 2, 3]] * 2
 
 
 FORKS_WHILE_IT_SAVES = """
@@ -417,6 +316,54 @@ class Sharded(torch.nn.Module):
     def hook(self, *_: Any) -> None:
         if self.fails:
             raise OSError("a hook that failed")
+
+
+@three
+def the_next_call_raises_a_failure_of_the_background(base: Path) -> None:
+    path = base / "surface"
+
+    def fail() -> Any:
+        with mock.patch.object(saving.commit, "write_file", side_effect=OSError(errno.ENOSPC, "full")):
+            handle = async_save(state_dict_of(5), path, overwrite=True)
+            handle.failed()
+        return handle
+
+    def save_one() -> str:
+        return save(state_dict_of(1), path, overwrite=True)
+
+    save(state_dict_of(0), path)
+    for call in (save_one, lambda: async_save(state_dict_of(1), path, overwrite=True).wait(), finish_saves):
+        fail()
+        assert "full" in raised(call, CheckpointError)
+        call()
+    assert "full" in raised(fail().wait, CheckpointError)
+    finish_saves()
+    fail()
+    if dist.get_rank() == 0:
+        with pytest.raises(CheckpointError, match="full"):
+            finish_saves()
+    # rank 0 has heard of it, the others have not
+    assert "full" in raised(save_one, CheckpointError)
+    save_one()
+    assert loaded_from(path) == 1
+
+
+@three
+def saves_in_the_background_hold_the_values_of_their_moment(base: Path) -> None:
+    """Save in the background, and train during the saves, all in the same group."""
+    state_dict, handles, summed = state_dict_of(0), [], torch.ones(1)
+    for seed in range(4):
+        for key, value in state_dict_of(seed).items():
+            if key == "step":
+                state_dict["step"] = value
+            else:
+                state_dict[key].copy_(value)
+        handles.append(async_save(state_dict, base / "moments", keep=4))
+        state_dict["a"].fill_(-1)
+        for _ in range(3):
+            dist.all_reduce(summed)
+    assert summed.item() == dist.get_world_size() ** 12
+    assert [loaded_from(base / "moments" / handle.wait()) for handle in handles] == [0, 1, 2, 3]
 
 
 @three
