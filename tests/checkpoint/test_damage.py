@@ -1,8 +1,8 @@
-"""Damage of every sort, to every file of a checkpoint: flipped bits, zeroed blocks, files cut short or grown.
+"""Damage to every file of a checkpoint: flipped bits, and files that were cut short or have grown.
 
 After any damage, a load gives exactly the saved values, or it raises an error that names the place and leaves the target unchanged.
-`verify` finds every damage, also in padding. Three ranks save once; the rest only handles files. test_agreement.py checks that an error of one
-rank is raised by all, with its file, key and offset.
+`verify` finds every damage, also in padding. Three ranks save once; the rest only handles files. An error of one rank is raised by all, with
+its file, key and offset: test_agreement.py checks this.
 """
 
 from __future__ import annotations

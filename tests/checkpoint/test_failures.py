@@ -52,6 +52,8 @@ from hwfsdp.checkpoint.convert import convert
 from hwfsdp.checkpoint.error_messages import of_disk, with_size
 from hwfsdp.errors import CheckpointError, FSDPError, RankError, UsageError
 
+three = Together(3)
+
 
 def save_with(path: Path, victim: int, fault: Any, seed: int) -> str:
     """On a rank: save while `fault` is active on one rank, and save once more. Return the error, the same on all ranks; "": none."""
@@ -71,37 +73,34 @@ def save_with(path: Path, victim: int, fault: Any, seed: int) -> str:
     return message
 
 
-def raising(number: int) -> Callable[..., Any]:
-    def act(_: Any, *args: Any, **kwargs: Any) -> Any:
-        raise OSError(number, os.strerror(number))
-
-    return act
+def raise_disk_error(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(errno.EIO, "Input/output error")
 
 
-def fail_at_every_call(path: Path) -> None:
-    """On a rank: save once for every system call of a save of every rank, which fails. Then for unexpected errors."""
-    with tripwire(None, raising(errno.EIO)) as calls:
-        save(state_dict_of(0), path, overwrite=True)
-    of_ranks, seed, failed = every_rank_says(calls), 1, set()
-    for rank, (at, name) in ((rank, call) for rank in (0, 1) for call in enumerate(of_ranks[rank])):
-        message = save_with(path, rank, tripwire(at, raising(errno.EIO)), seed)
-        assert not message or "Input/output error" in message
-        failed |= {name} if message else set()
-        seed += 2
+@three
+def an_error_of_the_disk_at_any_call_of_any_rank_ends_well(base: Path) -> None:
+    with tripwire(None, raise_disk_error) as calls:
+        save(state_dict_of(0), base / "disk", overwrite=True)
+    points = [(rank, *call) for rank, names in enumerate(every_rank_says(calls)) for call in enumerate(names)]
+    failed = set()
+    for i, (rank, at, name) in enumerate(points):
+        if message := save_with(base / "disk", rank, tripwire(at, raise_disk_error), 2 * i + 1):
+            assert "Input/output error" in message
+            failed.add(name)
     assert failed >= {"open", "write", "fsync", "replace", "mkdir"}
-    for owner, name, error, said in (
+
+
+@three
+def an_unexpected_error_ends_well(base: Path) -> None:
+    save(state_dict_of(0), base / "unexpected")
+    faults = [
         (saving, "identity_of", RuntimeError("one\ntwo"), "RuntimeError: one two"),
         (saving.commit, "checksums_of", MemoryError(), "MemoryError"),
         (saving.commit, "checksums_of", UnicodeError("ä\ud800"), "UnicodeError"),
-    ):
-        for rank in (0, 1):
-            message = save_with(path, rank, mock.patch.object(owner, name, side_effect=error), seed)
-            assert said in message
-            seed += 2
-
-
-def test_an_error_at_any_call_ends_well(tmp_path: Path) -> None:
-    launch(fail_at_every_call, 2, tmp_path / "c", timeout=150)
+    ]
+    for i, (rank, (owner, name, error, said)) in enumerate(product((0, 2), faults)):
+        fault = mock.patch.object(owner, name, side_effect=error)
+        assert said in save_with(base / "unexpected", rank, fault, 2 * i + 1)
 
 
 # --- Processes that are killed ----------------------------------------------------------------------------------
@@ -299,9 +298,7 @@ def test_wait_tells_of_an_object_that_cannot_be_staged(tmp_path: Path) -> None:
     assert error_of(finish_saves) is None
 
 
-# --- Ranks that fail before the first step, and groups of some ranks ----------------------------------------------
-
-three = Together(3, timeout=60)
+# --- On three ranks ---------------------------------------------------------------------------------------------
 
 
 class Sharded(torch.nn.Module):
