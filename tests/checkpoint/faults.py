@@ -1,19 +1,25 @@
-"""Helpers of the tests of damage, failures and refusals: checkpoints to damage, and ways to do it.
+"""Helpers of the tests of damage, kills, failures and refusals: checkpoints to damage, and ways to do it.
 
 Expected values come from the manifest of a save. This module reads it as plain JSON, without the code under test.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import multiprocessing as mp
 import os
+import signal
+import sys
 import threading
+import traceback
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -25,8 +31,9 @@ from torch.distributed.tensor import Shard
 from hwfsdp.checkpoint import load, verify
 from hwfsdp.checkpoint.error_messages import show
 from hwfsdp.checkpoint.traverse import leaves_of, map_leaves
-from hwfsdp.compat import dtensor, local_of
+from hwfsdp.compat import dtensor, local_of, read_debug_level
 from hwfsdp.errors import CheckpointError, FSDPError, UsageError
+from hwfsdp.launcher.fork_server import start_server
 from hwfsdp.layout import shard_of
 
 CURRENT, MANIFEST = "CURRENT", "manifest.json"
@@ -172,11 +179,14 @@ def loaded_from(path: Path) -> int | None:
 # --- Faults at a certain call --------------------------------------------------------------------------------
 
 SYSTEM_CALLS = ("open", "write", "fsync", "replace", "mkdir", "unlink")
+MESSAGES = ("send_bytes", "receive_bytes")
 
 
 @contextmanager
-def tripwire(at: int | None, act: Callable[..., Any]) -> Iterator[list[str]]:
-    """Count the calls of functions of `os` that change files, in all threads. Replace one of the calls.
+def tripwire(
+    at: int | None, act: Callable[..., Any], calls: tuple[str, ...] = SYSTEM_CALLS
+) -> Iterator[list[str]]:
+    """Count the calls of functions of `os` and of messages between ranks, in all threads. Replace one of the calls.
 
     Args:
         at: the number of the call to replace, counted from 0; None: only count.
@@ -185,17 +195,103 @@ def tripwire(at: int | None, act: Callable[..., Any]) -> Iterator[list[str]]:
     Yields:
         The names of the functions that were called, in order.
     """
+    from hwfsdp.checkpoint import agreement
+
     names: list[str] = []
     lock = threading.Lock()
 
-    def around(function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
             with lock:
                 number = len(names)
-                names.append(function.__name__)
+                names.append(name)
             return act(function, *args, **kwargs) if number == at else function(*args, **kwargs)
 
         return counted
 
-    with mock.patch.multiple(os, **{name: around(getattr(os, name)) for name in SYSTEM_CALLS}):
+    with ExitStack() as patched:
+        for name in calls:
+            owner = os if name in SYSTEM_CALLS else agreement
+            patched.enter_context(mock.patch.object(owner, name, around(name, getattr(owner, name))))
         yield names
+
+
+# --- Ranks that may die --------------------------------------------------------------------------------------
+
+
+class Ended(NamedTuple):
+    """The end of a rank: the signal that killed it (0: none), and its report, if it wrote one."""
+
+    signal: int
+    report: Any
+
+
+def fork_ranks(world_size: int, directory: Path, main: Callable[[int], Any]) -> list[Ended]:
+    """Call `main(rank)` on forks of this process, and wait for all of them. This process must have no threads.
+
+    Unlike `launch`, it kills no rank when another rank has died. All ranks are in one process group. The report of a rank is the result
+    of `main`, as JSON.
+    """
+    directory.mkdir(exist_ok=True)
+    pids = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if not pid:
+            _be_rank(rank, world_size, directory, main)
+        pids.append(pid)
+    signals = [os.WTERMSIG(os.waitpid(pid, 0)[1]) for pid in pids]
+    reports = [directory / f"report of rank {rank}" for rank in range(world_size)]
+    return [Ended(s, json.loads(r.read_text()) if r.exists() else None) for s, r in zip(signals, reports)]
+
+
+def _be_rank(rank: int, world_size: int, directory: Path, main: Callable[[int], Any]) -> None:
+    try:
+        _die_with_parent()
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{directory}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        (directory / f"report of rank {rank}").write_text(json.dumps(main(rank)))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Kill this rank when its parent dies, so that no rank outlives an interrupted test."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def in_a_fresh_process(main: Callable[..., list[Any]], *args: Any, timeout: float) -> list[Any]:
+    """Return the result of `main(*args)` in a process that has imported torch and has no threads. A module must define `main`."""
+    start_server()
+    context = mp.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_report_to, args=(theirs, main, args))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(timeout), f"nothing within {timeout} s"
+        result = ours.recv()
+    finally:
+        process.kill()
+        process.join()
+    assert not isinstance(result, str), result
+    found: list[Any] = result
+    return found
+
+
+def _report_to(connection: Any, main: Callable[..., list[Any]], args: Any) -> None:
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"
+    read_debug_level()
+    torch.set_num_threads(1)
+    _die_with_parent()
+    try:
+        connection.send(main(*args))
+    except BaseException:
+        connection.send(traceback.format_exc())
