@@ -11,7 +11,7 @@
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError):
-    raise SystemExit("This notebook needs hwfsdp and Python 3.11: see README.md, then choose the kernel of its .venv.") from None
+    raise SystemExit("This notebook needs hwfsdp and Python 3.11 or later: see README.md, then choose the kernel of its .venv.") from None
 lesson.begin()
 
 # %% [markdown]

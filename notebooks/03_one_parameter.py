@@ -13,7 +13,7 @@
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError):
-    raise SystemExit("This notebook needs hwfsdp and Python 3.11: see README.md, then choose the kernel of its .venv.") from None
+    raise SystemExit("This notebook needs hwfsdp and Python 3.11 or later: see README.md, then choose the kernel of its .venv.") from None
 lesson.begin()
 
 # %% [markdown]
@@ -107,14 +107,11 @@ def live():
     moments, objects = [], {}
 
     def look(moment):
-        weight, number = layer.weight, objects.setdefault(
-            id(layer.weight), len(objects) + 1
-        )
-        whole = (
-            param.gathered.untyped_storage().nbytes()
-            if param.unsharded_param is not None
-            else 0
-        )
+        weight = layer.weight
+        number = objects.setdefault(id(weight), len(objects) + 1)
+        whole = 0
+        if param.unsharded_param is not None:
+            whole = param.gathered.untyped_storage().nbytes()
         kind = f"{number}, a {type(weight).__name__}"
         shape, shard = str(tuple(weight.shape)), param.padded_shard.nbytes
         moments.append((moment, param.state.name, kind, shape, shard, whole))

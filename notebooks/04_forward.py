@@ -12,7 +12,7 @@
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError):
-    raise SystemExit("This notebook needs hwfsdp and Python 3.11: see README.md, then choose the kernel of its .venv.") from None
+    raise SystemExit("This notebook needs hwfsdp and Python 3.11 or later: see README.md, then choose the kernel of its .venv.") from None
 lesson.begin()
 
 # %% [markdown]
@@ -247,9 +247,8 @@ class Scorer(nn.Linear):
 
 
 def ways_in():
-    model, x = nn.Sequential(Scorer(8, 8, bias=False), nn.Linear(8, 8)), torch.ones(
-        1, 8
-    )
+    model = nn.Sequential(Scorer(8, 8, bias=False), nn.Linear(8, 8))
+    x = torch.ones(1, 8)
     for module in (*model, model):
         fully_shard(module)
     model(x)

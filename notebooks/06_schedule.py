@@ -16,7 +16,7 @@
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError):
-    raise SystemExit("This notebook needs hwfsdp and Python 3.11: see README.md, then choose the kernel of its .venv.") from None
+    raise SystemExit("This notebook needs hwfsdp and Python 3.11 or later: see README.md, then choose the kernel of its .venv.") from None
 lesson.begin()
 
 # %% [markdown]
@@ -128,15 +128,13 @@ def most_memory(run):
 
 
 def report(runs):
-    print(f"{'':<36}{'step':>9}{'waiting':>11}{'most memory*':>15}")
+    print(f"{'':<24}{'step':>8}{'waiting':>9}{'memory*':>10}")
     for name, run in runs.items():
         step = run.step_seconds * 1e3
         waiting = run.exposed_comm_fraction * step
-        print(
-            f"{name:<36}{step:6.1f} ms{waiting:8.1f} "
-            f"ms{most_memory(run) / 2**30:11.2f} GiB"
-        )
-    print("* of parameters, gradients and buffers, without activations")
+        memory = most_memory(run) / 2**30
+        print(f"{name:<24}{step:5.1f} ms{waiting:6.1f} ms{memory:6.2f} GiB")
+    print("* most at once: parameters, gradients and buffers")
 
 
 def took(op):
@@ -304,10 +302,10 @@ lesson.explore(
 # %%
 report(
     {
-        "no prefetch, the host reads": simulated("reduce"),
-        "no prefetch, the host does not": simulated("reduce", host_reads=False),
-        "prefetch, the host reads": runs["all overlap"],
-        "prefetch, the host does not": simulated(*ALL, host_reads=False),
+        "no prefetch, host reads": simulated("reduce"),
+        "no prefetch, no reads": simulated("reduce", host_reads=False),
+        "prefetch, host reads": runs["all overlap"],
+        "prefetch, no reads": simulated(*ALL, host_reads=False),
     }
 )
 

@@ -13,7 +13,7 @@
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError):
-    raise SystemExit("This notebook needs hwfsdp and Python 3.11: see README.md, then choose the kernel of its .venv.") from None
+    raise SystemExit("This notebook needs hwfsdp and Python 3.11 or later: see README.md, then choose the kernel of its .venv.") from None
 lesson.begin()
 
 # %% [markdown]
@@ -70,9 +70,8 @@ def recorded_step(policy, kept_in=FP32):
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):  # the first step creates the optimizer's state
         with record() as log:
-            model(torch.randint(256, (4, config.seq_len))).logsumexp(
-                -1
-            ).mean().backward()
+            logits = model(torch.randint(256, (4, config.seq_len)))
+            logits.logsumexp(-1).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     return log

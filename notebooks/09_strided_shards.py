@@ -13,7 +13,7 @@
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError):
-    raise SystemExit("This notebook needs hwfsdp and Python 3.11: see README.md, then choose the kernel of its .venv.") from None
+    raise SystemExit("This notebook needs hwfsdp and Python 3.11 or later: see README.md, then choose the kernel of its .venv.") from None
 lesson.begin()
 
 # %% [markdown]
@@ -61,10 +61,8 @@ from hwfsdp import explain, fully_shard, launch
 from hwfsdp.plot.grid import laid_out, plot_sharding
 
 HIDDEN = 14
-TP = {
-    "up": ColwiseParallel(),
-    "down": RowwiseParallel(),
-}  # "Colwise" cuts the outputs: the rows of the weight
+# "Colwise" cuts the outputs: the rows of the weight
+TP = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def perceptron():
@@ -83,9 +81,8 @@ def trained_on_four():
     model = parallelize_module(perceptron(), mesh["tp"], TP)
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(
-        batch(mesh.get_local_rank("dp"))
-    ).square().mean().backward()  # all ranks of a tp group get the same batch
+    x = batch(mesh.get_local_rank("dp"))  # all ranks of a tp group get the same batch
+    model(x).square().mean().backward()
     optimizer.step()
     held = {name: param.to_local().detach() for name, param in model.named_parameters()}
     return explain(model), laid_out(model), held

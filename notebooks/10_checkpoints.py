@@ -11,7 +11,7 @@
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError):
-    raise SystemExit("This notebook needs hwfsdp and Python 3.11: see README.md, then choose the kernel of its .venv.") from None
+    raise SystemExit("This notebook needs hwfsdp and Python 3.11 or later: see README.md, then choose the kernel of its .venv.") from None
 lesson.begin()
 
 # %% [markdown]
@@ -69,9 +69,8 @@ def train_until_killed(config):
     saves, write = config.snapshots.path, os.write
 
     def die_at_the_third(file, data):
-        if len(data) > 64 and any(
-            saves.glob("000003-*")
-        ):  # the first write is only the header, 64 bytes
+        is_header = len(data) <= 64
+        if not is_header and any(saves.glob("000003-*")):
             write(file, data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         return write(file, data)
@@ -141,16 +140,9 @@ print(f"  {found.nbytes:,} bytes, {found.nbytes / parameters:.2f} for each param
 # %%
 def resume(ranks):
     copy = shutil.copytree(folder, folder.with_name(f"resumed on {ranks}"))
-    return (
-        copy,
-        launch(
-            train,
-            ranks,
-            replace(
-                saving, snapshots=replace(saving.snapshots, path=copy, resume=True)
-            ),
-        )[0],
-    )
+    snapshots = replace(saving.snapshots, path=copy, resume=True)
+    resumed = launch(train, ranks, replace(saving, snapshots=snapshots))[0]
+    return copy, resumed
 
 
 (_, on_two), (copy, on_four) = resume(2), resume(4)

@@ -11,7 +11,7 @@
 try:
     from hwfsdp.course import lesson
 except (ImportError, SyntaxError):
-    raise SystemExit("This notebook needs hwfsdp and Python 3.11: see README.md, then choose the kernel of its .venv.") from None
+    raise SystemExit("This notebook needs hwfsdp and Python 3.11 or later: see README.md, then choose the kernel of its .venv.") from None
 lesson.begin()
 
 # %% [markdown]
@@ -123,7 +123,6 @@ for gpus in (8, 64, 512, 4096):
 from hwfsdp.plot.timeline import plot_timeline
 
 
-
 def streams_on(gpus):
     return plot_timeline(scaled[gpus].log)
 
@@ -231,8 +230,6 @@ for name, run in wrapped.items():
     )
 
 # %%
-
-
 def streams_with(groups):
     return plot_timeline(wrapped[groups].log)
 
