@@ -377,8 +377,9 @@ def main() -> None:
 def make_picture(film: Film) -> None:
     """Draw a recording. The picture for phones is its last frame."""
     events, duration = shorten(read_cast(film))
-    opens = max(events, key=lambda event: event.text.count("\n")).at + 1  # the longest output: the demo's results
-    if film is not FILMS[0]:
+    if film is FILMS[0]:
+        opens = next(event.at for event in events if "--to html" in event.text) + 1  # the last line of the demo's results
+    else:
         events, opens = [Event(0.0, "".join(event.text for event in events).removesuffix("$\x1b[0m "))], 0.0
     picture = film.cast.with_suffix(".svg")
     picture.write_text(draw(film, *play(film, events, duration), duration, opens))

@@ -9,7 +9,9 @@ from exercise_pictures.drawing import box, clear, headline, say
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Figure
 
-LEFT = 2.3  # where time begins
+LEFT = 2.3  # where time begins; on a phone 0, and names stand above their lines
+TEXT = """Numbers are steps. The second async_save comes before the first save has ended, and waits for it:
+its copy goes into the same buffers."""
 
 
 class Bar(NamedTuple):
@@ -50,24 +52,28 @@ def asynchronous() -> list[Bar]:
     return bars
 
 
-def draw() -> Figure:
+def draw(width: float) -> Figure:
     """Lanes from left to right in time."""
-    figure = sheet.new_figure(sheet.PAGE, 3.5)
-    axes = figure.add_axes((0.02, 0.14, 0.96, 0.76))
-    headline(axes, "What training waits for: a save at once, and one in the background", weight="bold")
-    clear(axes, (0, LEFT + 9.6), (4.6, -0.25))
+    is_page = width >= sheet.PAGE
+    left, line_pitch = (LEFT, 1.0) if is_page else (0.0, 1.6)
+    lines = TEXT.split("\n") if is_page else sheet.broken(TEXT.replace("\n", " ") + " Hatched, narrow: a copy.", width - 0.3)
+    below = 0.15 + 0.17 * len(lines)
+    figure = sheet.new_figure(width, below + (3.0 if is_page else 3.7))
+    axes = sheet.axes_at(figure, 0.16, below, width - 0.32, 2.65 if is_page else 3.1)
+    title = "What training waits for: a save at once,", "and one in the background"
+    headline(axes, (" " if is_page else "\n").join(title), weight="bold")
+    clear(axes, (0, left + 9.6), (3.55 * line_pitch + 1.05, -0.25 if is_page else -0.75))
     names = {0: "save", 1.55: "async_save", 2.55: "its thread", 3.55: "buffers"}
     for line, name in names.items():
-        say(axes, (0, line + 0.4), name, style.TEXT_SIZE + 1)
+        say(axes, (0, line * line_pitch + (0.4 if is_page else -0.28)), name, style.TEXT_SIZE + is_page)
     for bar in (*synchronous(), *asynchronous()):
-        at, size = (LEFT + bar.begin + 0.02, bar.line), (bar.length - 0.04, 0.8)
+        at, size = (left + bar.begin + 0.02, bar.line * line_pitch), (bar.length - 0.04, 0.8)
         fontsize = style.TEXT_SIZE if bar.length < 0.8 else style.TEXT_SIZE + 1
-        look = style.filled(bar.look)
-        box(axes, at, bar.look.color, bar.text, size=size, fontsize=fontsize, **look)
-    begin, end = LEFT + 2, LEFT + 2.5
-    for x in (begin, end):
-        axes.plot([x, x], [1.4, 4.45], color=style.GREYS[2], linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
-    text = "Numbers are steps. The second async_save comes before the first save has ended, and waits for it:"
-    text += "\nits copy goes into the same buffers."
-    figure.text(0.02, 0.03, text, fontsize=style.TEXT_SIZE, color=style.GREYS[3])
+        text = bar.text if is_page or bar.length > 0.8 else ""
+        box(axes, at, bar.look.color, text, size=size, fontsize=fontsize, **style.filled(bar.look))
+    for x in (left + 2, left + 2.5):
+        ends = [1.4 * line_pitch, 3.55 * line_pitch + 0.9]
+        axes.plot([x, x], ends, color=style.GREYS[2], linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+    for number, line in enumerate(reversed(lines)):
+        sheet.write(figure, 0.16, 0.11 + 0.17 * number, line, "caption")
     return figure

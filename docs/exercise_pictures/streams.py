@@ -8,23 +8,31 @@ from hwfsdp.plot.style import Axes, Figure
 
 BLOCKS, GATHER, FORWARD = 4, 3.5, 8.2  # ms, as the page computes them
 HEIGHT, ISSUE = 0.8, 1.1  # of a bar; ms in which the host puts one piece of work into a queue
-LEFT, END = 15.5, 53.0  # ms: room for the names of the rows; the end of the scale
-ONE, HOST, GATHERS, COMPUTE = 0.0, 1.9, 2.9, 4.2  # the rows, from above
+LEFT, END = 15.5, 53.0  # ms: room for the names of the rows (none on a phone, where they stand above); the end of the scale
+ONE, HOST, GATHERS, COMPUTE = 0.0, 1.9, 3.3, 4.7  # the rows, from above
+TEXT = """G: a gather of 3.5 ms. C: a forward of 8.2 ms. The host only puts work into queues, and is far ahead.
+An arrow is an event: compute waits for the gather of its block. The host waits for nothing."""
 
 
-def draw() -> Figure:
-    figure = sheet.new_figure(sheet.PAGE, 3.6)
-    axes = sheet.axes_at(figure, 0.1, 0.1, sheet.PAGE - 0.2, 3.1)
-    clear(axes, (0, LEFT + END), (6.35, -0.75))
-    headline(axes, "Gathers and forwards of four blocks, in one queue and on two streams", weight="bold")
+def draw(width: float) -> Figure:
+    is_page = width >= sheet.PAGE
+    lines = TEXT.split("\n") if is_page else sheet.broken(TEXT.replace("\n", " "), width - 0.2)
+    below = 0.15 + 0.17 * len(lines)
+    figure = sheet.new_figure(width, below + (3.1 if is_page else 3.4))
+    axes = sheet.axes_at(figure, 0.1, below, width - 0.2, 2.7 if is_page else 2.75)
+    left = LEFT if is_page else 0.0
+    clear(axes, (-left, END if is_page else END + 4.0), (5.6 if is_page else 6.2, -0.5))
+    title = "Gathers and forwards of four blocks,", "in one queue and on two streams"
+    headline(axes, (" " if is_page else "\n").join(title), weight="bold")
     names = {ONE: "one queue", HOST: "host", GATHERS: "stream of gathers", COMPUTE: "stream of compute"}
     for row, name in names.items():
-        say(axes, (0, row + HEIGHT / 2), name, style.TEXT_SIZE + 1)
+        above = row - 0.27 if row != COMPUTE else row + HEIGHT + 0.3  # arrows lead to the compute from above
+        at = (-left, row + HEIGHT / 2) if is_page else (0, above)
+        say(axes, at, name, style.TEXT_SIZE + is_page)
     _draw_queue(axes)
-    _draw_streams(axes)
-    text = "G: a gather of 3.5 ms. C: a forward of 8.2 ms. The host only puts work into queues, and is far ahead.\n"
-    text += "An arrow is an event: compute waits for the gather of its block. The host waits for nothing."
-    say(axes, (0, 5.85), text, linespacing=1.5)
+    _draw_streams(axes, names_calls=is_page)
+    for number, line in enumerate(reversed(lines)):
+        sheet.write(figure, 0.1, 0.11 + 0.17 * number, line, "caption")
     return figure
 
 
@@ -37,16 +45,16 @@ def _draw_queue(axes: Axes) -> None:
     _end(axes, ONE, BLOCKS * (GATHER + FORWARD))
 
 
-def _draw_streams(axes: Axes) -> None:
+def _draw_streams(axes: Axes, names_calls: bool) -> None:
     """Draw the same work on two streams: only the first gather is exposed."""
     for block in range(BLOCKS):
-        for place, letter in enumerate("GC"):
+        for place, letter in enumerate("GC" if names_calls else ("", "")):
             _bar(axes, HOST, (2 * block + place) * ISSUE, ISSUE, letter, style.Look(style.GREYS[1]), style.SMALL_SIZE)
         _bar(axes, GATHERS, block * GATHER, GATHER, f"G{block}", style.look_of_op("all_gather"))
         begin = GATHER + block * FORWARD
         _bar(axes, COMPUTE, begin, FORWARD, f"C{block}", style.look_of_op("forward"))
-        x = LEFT + (block + 1) * GATHER
-        arrow(axes, (x, GATHERS + HEIGHT), (max(x, LEFT + begin), COMPUTE), style.GREYS[3], 1.0)
+        x = (block + 1) * GATHER
+        arrow(axes, (x, GATHERS + HEIGHT), (max(x, begin), COMPUTE), style.GREYS[3], 1.0)
     _bar(axes, COMPUTE, 0.0, GATHER, "", style.look_of_op("wait"))
     _end(axes, COMPUTE, GATHER + BLOCKS * FORWARD)
 
@@ -54,9 +62,9 @@ def _draw_streams(axes: Axes) -> None:
 def _bar(
     axes: Axes, row: float, begin: float, length: float, text: str, look: style.Look, size: float = style.TEXT_SIZE
 ) -> None:
-    at, filled = (LEFT + begin, row), style.filled(look)
+    at, filled = (begin, row), style.filled(look)
     box(axes, at, look.color, text, size=(length, HEIGHT), fontsize=size, **filled)
 
 
 def _end(axes: Axes, row: float, end: float) -> None:
-    say(axes, (LEFT + end + 0.4, row + HEIGHT / 2), f"{end:.1f} ms", color=style.BLACK)
+    say(axes, (end + 0.4, row + HEIGHT / 2), f"{end:.1f} ms", color=style.BLACK)
