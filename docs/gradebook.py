@@ -1,4 +1,4 @@
-"""Take the picture of docs/instructors.md, light and dark: `python docs/gradebook.py`. It needs a Chromium, and takes minutes.
+"""Take the picture of docs/instructors.md, light and dark, for pages and phones: `python docs/gradebook.py`. It needs a Chromium, and takes minutes.
 
 It makes a small class from the reference: some submissions are right, and each of the others has one mistake or ends early. Then it grades
 the class up to station 04. The picture ends above the remarks, which say of everybody here that they copied the reference.
@@ -20,7 +20,7 @@ sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 from browser import browser  # noqa: E402
 from hwfsdp.course.stages import stage, starter  # noqa: E402
 
-WIDTH, SCALE = 736, 2  # pixels of the window, and of the picture for each of them
+WIDTH, PHONE, SCALE = 736, 390, 2  # pixels of the window, and of the picture for each of them
 MISTAKES = {  # student → a piece of the reference, and what the student writes instead
     "dora": ("self.add_to_shard(mean)", "self.add_to_shard(mean * dist.get_world_size())"),
     "emil": ("self.gathered.untyped_storage().resize_(0)", "pass"),
@@ -60,18 +60,23 @@ def graded(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Write gradebook.png and gradebook_dark.png, the top of the page, down to the fourth misconception."""
+    """Write gradebook.png and its twins, the top of the page, down to the fourth misconception."""
     with tempfile.TemporaryDirectory() as folder:
         page = graded(Path(folder))
         with browser(Path(folder, "browser")) as tab:
-            for name, dark in (("gradebook", False), ("gradebook_dark", True)):
-                tab.look(WIDTH, 600, dark=dark)
+            for name, width, dark in (
+                ("gradebook", WIDTH, False),
+                ("gradebook_dark", WIDTH, True),
+                ("gradebook_phone", PHONE, False),
+                ("gradebook_phone_dark", PHONE, True),
+            ):
+                tab.look(width, 600, dark=dark)
                 tab.open(page.absolute().as_uri())
                 fourth = "document.querySelectorAll('.columns tr')[4]"  # below the head of the table
                 end = tab.run(f"Math.ceil({fourth}.getBoundingClientRect().bottom)")
                 tab.call(
                     "Emulation.setDeviceMetricsOverride",
-                    width=WIDTH,
+                    width=width,
                     height=end,
                     deviceScaleFactor=SCALE,
                     mobile=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,9 +103,10 @@ LINES = {  # curve → color, marker, dashes
 }
 
 
-def draw(text: str) -> Figure:
-    """Draw all panels on one scale: the share of FSDP2's time."""
-    found, columns = panels(text), 3
+def draw(text: str, page: float = sheet.PAGE) -> Figure:
+    """Draw all panels on one scale: the share of FSDP2's time. `page`: the width in inches."""
+    found, columns = panels(text), 3 if page >= sheet.PAGE else 2
+    left, between = (LEFT, BELOW + 0.25) if page >= sheet.PAGE else (0.55, BELOW + 0.4)  # a title may have two lines
     keys = [
         sheet.line_key(name, color=color, marker=marker, linestyle=dashes, markersize=4)
         for name, (color, marker, dashes) in LINES.items()
@@ -113,22 +115,22 @@ def draw(text: str) -> Figure:
         "Time of hwfsdp, as a share of FSDP2's time on the same machine",
         "Below the thick line, hwfsdp is faster. Medians of ratios within rounds; bars are quartiles.",
         keys,
-        sheet.PAGE - LEFT - sheet.MARGIN,
+        page - sheet.head_left(page, left) - sheet.MARGIN,
     )
     rows = -(-len(found) // columns)
-    figure = head.figure(sheet.PAGE, rows * (HEIGHT + BELOW + 0.25), LEFT)
-    width = (sheet.PAGE - LEFT - sheet.MARGIN - (columns - 1) * GAP) / columns
+    figure = head.figure(page, rows * (HEIGHT + between), sheet.head_left(page, left))
+    width = (page - left - sheet.MARGIN - (columns - 1) * GAP) / columns
     for number, panel in enumerate(found):
         row, column = divmod(number, columns)
-        bottom = (rows - 1 - row) * (HEIGHT + BELOW + 0.25) + BELOW
-        axes = sheet.axes_at(figure, LEFT + column * (width + GAP), bottom, width, HEIGHT)
-        _draw_panel(axes, panel)
+        bottom = (rows - 1 - row) * (HEIGHT + between) + BELOW
+        axes = sheet.axes_at(figure, left + column * (width + GAP), bottom, width, HEIGHT)
+        _draw_panel(axes, panel, width)
         if column == 0:
             axes.set_ylabel("share of FSDP2's time", fontsize=style.TEXT_SIZE)
     return figure
 
 
-def _draw_panel(axes: Axes, panel: Panel) -> None:
+def _draw_panel(axes: Axes, panel: Panel, width: float) -> None:
     style.open_frame(axes)
     style.draw_grid(axes)
     axes.axhline(1.0, color=style.GREYS[3], linewidth=1.8)
@@ -142,8 +144,8 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.set_xlim(-0.35, len(curve) - 0.65)
     axes.set_ylim(0.0, TOP)
     axes.set_xlabel(panel.axis, fontsize=style.TEXT_SIZE)
-    axes.set_title(panel.title, fontsize=style.TEXT_SIZE, loc="left", pad=4)
+    axes.set_title("\n".join(sheet.broken(panel.title, width)), fontsize=style.TEXT_SIZE, loc="left", pad=4)
 
 
 if __name__ == "__main__":
-    papers.save(draw(PAGE.read_text(encoding="utf-8")), PICTURE)
+    papers.save_each(partial(draw, PAGE.read_text(encoding="utf-8")), PICTURE)

@@ -52,7 +52,9 @@ class Instrument:
         if name in _COPIES:
             flat = (reads if name == "copy_out" else writes)[0]
             nbytes = flat.numel() * flat.element_size()
-            if name == "copy_in" and stream == "compute":  # a reduction's buffer exists beside the whole gradients
+            if (
+                name == "copy_in" and stream == "compute"
+            ):  # a reduction's buffer exists beside the whole gradients
                 recorder.ledger.watch(flat, "reduce_scatter_buffer")
                 recorder.sample()
             span = events.span(name, stream, owner=of.name, bytes=nbytes, reads=reads, writes=writes)
