@@ -52,9 +52,8 @@ class Instrument:
         if name in _COPIES:
             flat = (reads if name == "copy_out" else writes)[0]
             nbytes = flat.numel() * flat.element_size()
-            if (
-                name == "copy_in" and stream == "compute"
-            ):  # a reduction's buffer exists beside the whole gradients
+            # The buffer of a reduction and the whole gradients are alive together here, and nowhere else.
+            if name == "copy_in" and stream == "compute":
                 recorder.ledger.watch(flat, "reduce_scatter_buffer")
                 recorder.sample()
             span = events.span(name, stream, owner=of.name, bytes=nbytes, reads=reads, writes=writes)
