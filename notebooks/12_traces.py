@@ -169,14 +169,14 @@ for rank, _, exposed, *_ in examine(slow).by_rank:
     print(f"rank {rank}: exposed communication {exposed / 1e3:6.1f} ms")
 late = slow.summary()
 print(
-    f"a collective begins up to {late['skew_max_us'] / 1e3:.0f} ms apart; late by "
-    f"the most: rank {late['slowest_rank']}"
+    f"a collective begins up to {late['skew_max_us'] / 1e3:.0f} ms apart\n"
+    f"late by the most: rank {late['slowest_rank']}"
 )
 
 # %%
 from hwfsdp.plot.timeline import plot_timeline
 
-plot_timeline(slow)
+plot_timeline(slow, width=4.05)  # inches: as wide as a phone
 
 # %% [markdown]
 # Here is your second answer: the long all-gather is on rank 0, and rank 0 is healthy. A collective ends when the last rank has

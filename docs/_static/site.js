@@ -1,6 +1,6 @@
-// Pictures are enlarged by a click or by Enter (a picture of the player opens the player below it), blocks of code know their columns, cells
-// of stacked tables the names of their columns (and an empty first cell the name above it), and predictions get a box to write in. The text in the box stays in the page. Long names in
-// tables may be broken after an underscore.
+// Pictures are enlarged by a click or by Enter (a picture of the player opens the player below it), blocks of code know their columns, lines
+// of commands are blocks of their own, cells of stacked tables know the names of their columns (and an empty first cell the name above it),
+// and predictions get a box to write in. The text in the box stays in the page. Long names in tables may be broken after an underscore.
 function enlarge(picture) {
   const dialog = document.createElement("dialog");
   dialog.className = "enlarged";
@@ -35,8 +35,13 @@ document.addEventListener("DOMContentLoaded", () => {
   for (const block of document.querySelectorAll("article div.highlight pre")) {
     block.style.setProperty("--columns", Math.max(...block.textContent.split("\n").map((line) => line.length)));
   }
+  for (const block of document.querySelectorAll("article div:is(.highlight-sh, .highlight-bash) pre")) {
+    const lines = block.innerHTML.replace(/\n$/, "").split("\n");
+    const isWhole = (line) => line.split("<span").length === line.split("</span>").length;
+    if (lines.every(isWhole)) block.innerHTML = lines.map((line) => `<span class="line">${line}\n</span>`).join("");
+  }
   for (const table of document.querySelectorAll(".stacked table")) {
-    const names = [...table.querySelectorAll("th")].map((name) => name.textContent);
+    const names = [...table.querySelectorAll("th")].map((name) => name.textContent.replace(/[^?]$/, "$&:"));
     let last = "";
     for (const { cells } of table.tBodies[0].rows) {
       [...cells].forEach((cell, i) => { if (names[i] && cell.textContent) cell.dataset.column = names[i]; });

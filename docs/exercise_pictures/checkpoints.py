@@ -96,6 +96,7 @@ def _draw_commit(axes: Axes, is_page: bool) -> None:
             end = left + len(found) * width if last == len(found) - 1 else left + (last + 1.5) * width
             text = f"the {save} save" if end - begin > (2 if is_page else 3) else save
             text = "either" if save == EITHER and not is_page else text
-            look: dict[str, Any] = {"edgecolor": style.WHITE, "linewidth": 2, "fontsize": style.TEXT_SIZE}
+            size = style.TEXT_SIZE if is_page else style.SMALL_SIZE
+            look: dict[str, Any] = {"edgecolor": style.WHITE, "linewidth": 2, "fontsize": size}
             box(axes, (begin, y), LOOKS[save], text, size=(end - begin, 0.5), **look)
             begin = end
