@@ -35,10 +35,11 @@ document.addEventListener("DOMContentLoaded", () => {
   for (const block of document.querySelectorAll("article div.highlight pre")) {
     block.style.setProperty("--columns", Math.max(...block.textContent.split("\n").map((line) => line.length)));
   }
+  const option = /(^|[\s>])(--[\w-]+)/g;
   for (const block of document.querySelectorAll("article div:is(.highlight-sh, .highlight-bash) pre")) {
     const lines = block.innerHTML.replace(/\n$/, "").split("\n");
     const isWhole = (line) => line.split("<span").length === line.split("</span>").length;
-    if (lines.every(isWhole)) block.innerHTML = lines.map((line) => `<span class="line">${line}\n</span>`).join("");
+    if (lines.every(isWhole)) block.innerHTML = lines.map((line) => `<span class="line">${line.replace(option, "$1<span class='option'>$2</span>")}\n</span>`).join("");
   }
   for (const table of document.querySelectorAll(".stacked table")) {
     const names = [...table.querySelectorAll("th")].map((name) => name.textContent.replace(/[^?]$/, "$&:"));
@@ -49,8 +50,8 @@ document.addEventListener("DOMContentLoaded", () => {
       else cells[0].dataset.again = last;
     }
   }
-  for (const word of document.querySelectorAll(".stacked code .pre")) {
-    if (word.textContent.length > 28) word.innerHTML = word.innerHTML.replaceAll("_", "_<wbr>");
+  for (const word of document.querySelectorAll("article code .pre")) {
+    if (word.textContent.length > 28) word.innerHTML = word.innerHTML.replace(/[_(,.]/g, "$&<wbr>");
   }
   for (const answer of document.querySelectorAll("details.predict")) answer.before(predictionBox());
   for (const question of document.querySelectorAll(":is(#predict, [id^=before-you-code]) > ol > li")) question.append(predictionBox());
