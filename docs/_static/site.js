@@ -1,6 +1,6 @@
 // Pictures are enlarged by a click or by Enter (a picture of the player opens the player below it), blocks of code know their columns, lines
 // of commands are blocks of their own, cells of stacked tables know the names of their columns (and an empty first cell the name above it),
-// and predictions get a box to write in. The text in the box stays in the page. Long names in tables may be broken after an underscore.
+// a narrow table of times has all keys of a row in its first column, and predictions get a box to write in. The text in the box stays in the page. Long names in tables may be broken after an underscore.
 function enlarge(picture) {
   const dialog = document.createElement("dialog");
   dialog.className = "enlarged";
@@ -48,6 +48,16 @@ document.addEventListener("DOMContentLoaded", () => {
       [...cells].forEach((cell, i) => { if (names[i] && cell.textContent) cell.dataset.column = names[i]; });
       if (cells[0].textContent) last = cells[0].textContent;
       else cells[0].dataset.again = last;
+    }
+  }
+  for (const table of document.querySelectorAll(":not(.stacked) > .table-wrapper table")) {
+    const heads = [...table.querySelectorAll("th")];
+    const keys = heads.map((head, i) => i).filter((i) => i && ["ranks", "transport", "kind"].includes(heads[i].textContent));
+    if (heads[0].textContent !== "params" || !keys.length) continue;
+    for (const i of keys) heads[i].dataset.key = "";
+    for (const { cells } of table.tBodies[0].rows) {
+      for (const i of keys) cells[i].dataset.key = "";
+      cells[0].dataset.keys = keys.map((i) => cells[i].textContent + (heads[i].textContent === "ranks" ? " ranks" : "")).join(", ");
     }
   }
   for (const word of document.querySelectorAll("article code .pre")) {
