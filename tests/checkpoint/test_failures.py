@@ -8,12 +8,9 @@ damage by one fault makes the next one fail, too.
 from __future__ import annotations
 
 import errno
-import multiprocessing as mp
 import os
 import re
 import resource
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -103,68 +100,7 @@ def an_unexpected_error_ends_well(base: Path) -> None:
         assert said in save_with(base / "unexpected", rank, fault, 2 * i + 1)
 
 
-# --- Processes that are killed ----------------------------------------------------------------------------------
-
-
-def held_by(path: Path) -> int | None:
-    """Return the seed of the state dict in a checkpoint, checked bit for bit; None if there is no checkpoint."""
-    if isinstance(error_of(lambda: inspect(path)), UsageError):
-        return None
-    seed = loaded_from(path)
-    assert seed is not None, "a mixture of saves"
-    return seed
-
-
-def kill_around(after: bool) -> Callable[..., Any]:
-    """Kill this process in place of a call (`after` False), after it, or in the middle of a write."""
-
-    def act(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        try:
-            if after and function.__name__ == "write":
-                function(args[0], args[1][: len(args[1]) // 2])
-            elif after:
-                function(*args, **kwargs)
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return act
-
-
-def save_and_die(path: Path, keep: int, at: int, after: bool) -> None:
-    with tripwire(at, kill_around(after)):
-        save(state_dict_of(100), path, keep=keep)
-
-
-@pytest.mark.parametrize("saves_before", [0, 2])
-def test_a_killed_save_leaves_the_old_save_or_the_new_one(saves_before: int, tmp_path: Path) -> None:
-    """SIGKILL leaves no time to clean up. It comes before, after and within every call that changes files."""
-    previous, keep = (saves_before - 1, saves_before) if saves_before else (None, 1)
-    template = tmp_path / "template"
-    template.mkdir()
-    for seed in range(saves_before):
-        save(state_dict_of(seed), template, keep=2)
-    shutil.copytree(template, tmp_path / "counted")
-    with tripwire(None, kill_around(True)) as calls:
-        save(state_dict_of(100), tmp_path / "counted", keep=keep)
-    assert {"open", "write", "fsync", "replace", "mkdir"} <= {*calls}
-    outcomes = set()
-    for (at, call), after in product(enumerate(calls), (False, True)):
-        path, where = tmp_path / f"{at} {after}", f"at call {at}, {call}, {after}"
-        shutil.copytree(template, path)
-        child = mp.get_context("fork").Process(target=save_and_die, args=(path, keep, at, after))
-        child.start()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL, where
-        holds = held_by(path)
-        outcomes.add(holds)
-        for name in inspect(path).saves if holds is not None else ():
-            verify(path / name)  # every save that looks finished is whole
-        save(state_dict_of(200), path, keep=keep, overwrite=True)
-        found = [held_by(path / name) for name in saves_in(path)]
-        counting = [*range(saves_before), *([100] if holds == 100 else []), 200]
-        assert found == counting[-keep:] and held_by(path) == 200, where
-        assert sorted(os.listdir(path)) == sorted([*saves_in(path), CURRENT]), where
-    assert outcomes == {previous, 100}
+# --- Ranks that are killed --------------------------------------------------------------------------------------
 
 
 def two_of(value: float) -> dict[str, torch.Tensor]:
