@@ -1,6 +1,9 @@
-// Pictures are enlarged by a click or by Enter (a picture of the player opens the player below it), blocks of code know their columns, lines
-// of commands are blocks of their own, cells of stacked tables know the names of their columns (and an empty first cell the name above it),
-// a narrow table of times has all keys of a row in its first column, and predictions get a box to write in. The text in the box stays in the page. Long names in tables may be broken after an underscore.
+// - Pictures are enlarged by a click or by Enter; a picture of the player opens the player below it.
+// - Blocks of code know their columns. Lines of commands are blocks of their own, and their options are not broken.
+// - Cells of stacked tables know the names of their columns, and an empty first cell knows the name above it.
+// - In a narrow table of times, the first column has all keys of a row.
+// - Long names may be broken after an underscore, a bracket, a comma or a dot.
+// - Predictions get a box to write in. The text in the box stays in the page.
 function enlarge(picture) {
   const dialog = document.createElement("dialog");
   dialog.className = "enlarged";

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-from exercise_pictures.drawing import box, clear, headline, say
+from exercise_pictures.drawing import box, clear, headline, say, write_below
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Figure
 
@@ -74,6 +74,5 @@ def draw(width: float) -> Figure:
     for x in (left + 2, left + 2.5):
         ends = [1.4 * line_pitch, 3.55 * line_pitch + 0.9]
         axes.plot([x, x], ends, color=style.GREYS[2], linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
-    for number, line in enumerate(reversed(lines)):
-        sheet.write(figure, 0.16, 0.11 + 0.17 * number, line, "caption")
+    write_below(figure, lines, 0.16)
     return figure

@@ -38,14 +38,19 @@ def lay_out(
     lines = [line for text in texts for line in sheet.broken(text, width - 2 * sheet.MARGIN)]
     bottom = 0.17 * len(lines)
     figure, axes = sheet.new_figure(width, bottom + len(panels) * height), list[Axes]()
-    for place, line in enumerate(reversed(lines)):
-        sheet.write(figure, sheet.MARGIN, 0.11 + 0.17 * place, line, "caption")
+    write_below(figure, lines)
     for place, panel in enumerate(reversed(panels)):
         size = min(panel.width, width - panel.left_on_phone - 0.05), panel.height
         axes.insert(
             0, sheet.axes_at(figure, panel.left_on_phone, bottom + place * height + panel.below, *size)
         )
     return figure, axes
+
+
+def write_below(figure: Figure, lines: Sequence[str], left: float = sheet.MARGIN) -> None:
+    """Write the lines of a caption at the bottom of a sheet, `left` inches from its left edge; each is 0.17 inches high."""
+    for place, line in enumerate(reversed(lines)):
+        sheet.write(figure, left, 0.11 + 0.17 * place, line, "caption")
 
 
 def chunk_extents(n: int, ranks: int) -> list[Extent]:

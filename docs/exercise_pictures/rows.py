@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 from hwfsdp.core.sharding import chunk_length
-from exercise_pictures.drawing import cells, chunk_extents, clear, name_ranks, say
+from exercise_pictures.drawing import cells, chunk_extents, clear, name_ranks, say, write_below
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Axes, Figure
 
@@ -19,7 +19,7 @@ def draw(width: float) -> Figure:
     """A line for each number of rows, in it a full chunk for each rank. On a phone, the words of a line stand above its cells."""
     is_page = width >= sheet.PAGE
     lines, row = sheet.broken(TEXT, width - 2 * sheet.MARGIN), ROW if is_page else PHONE_ROW
-    below, left = 0.15 + 0.18 * len(lines), 1.52 if is_page else 0.08
+    below, left = 0.15 + 0.17 * len(lines), 1.52 if is_page else 0.08
     figure = sheet.new_figure(width, below + 0.3 + (3.2 if is_page else 4.0))
     axes = sheet.axes_at(figure, left, below, width - left - 0.05, figure.get_figheight() - below - 0.3)
     right = RANKS * PITCH + (2.6 if is_page else -0.4)
@@ -33,8 +33,7 @@ def draw(width: float) -> Figure:
             say(axes, (RANKS * PITCH, number * row + 0.5), sums)
         else:
             say(axes, (0, number * row - 0.35), f"{names[number]}: {sums}")
-    for number, line in enumerate(reversed(lines)):
-        sheet.write(figure, sheet.MARGIN, 0.11 + 0.18 * number, line, "caption")
+    write_below(figure, lines)
     return figure
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from exercise_pictures.drawing import arrow, box, clear, headline, say
+from exercise_pictures.drawing import arrow, box, clear, headline, say, write_below
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Axes, Figure
 
@@ -31,8 +31,7 @@ def draw(width: float) -> Figure:
         say(axes, at, name, style.TEXT_SIZE + is_page)
     _draw_queue(axes)
     _draw_streams(axes, names_calls=is_page)
-    for number, line in enumerate(reversed(lines)):
-        sheet.write(figure, 0.1, 0.11 + 0.17 * number, line, "caption")
+    write_below(figure, lines, 0.1)
     return figure
 
 

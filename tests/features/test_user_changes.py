@@ -211,7 +211,7 @@ def writes_to_a_whole_parameter_reach_the_shard_and_nothing_else_changes() -> Me
                 write(module.weight)
                 write(expected)
             module.reshard()
-            if how == "bf16":  # only what was written is rounded
+            if how == "bf16":  # only written values are rounded
                 expected = torch.where(expected == before, before, write_in_bf16(write, before))
             if not torch.equal(whole(module), expected):
                 wrong.append(f"{how}, {name}: {whole(module)} {expected}")
