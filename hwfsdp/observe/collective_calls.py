@@ -247,7 +247,8 @@ def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
     """End the event when its work ends. If the call blocked the host until its end, log a wait of the host, too."""
     # a work without a future: a coalescing manager will wait
     if isinstance(work, dist.Work) and getattr(work, "get_future", None):
-        if not recorder.stream or is_fake_work(work):  # the caller waits; simulated streams wait for no work
+        # A stream of the host waits itself, and reports it. Simulated streams wait for no work.
+        if not recorder.stream or (is_fake_work(work) and not recorder.host_runs_stream):
             recorder.in_flight[work] = draft
         if is_fake_work(work):
             draft.close()  # the stream's clock includes the time of this work
