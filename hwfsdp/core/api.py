@@ -73,13 +73,13 @@ def fully_shard(
     found = unclaimed_params([module], ignored_params or set())
     move_to(over.device, [module], found)
     params = [FSDPParam(param, places, name, mp_policy, Layout(param, over)) for param, name, places in found]
-    comm_ctx, group = FSDPCommContext(over.device.type), None
+    comm_ctx, groups = FSDPCommContext(over.device.type), []
     if params:
         transport = Transport(over.shard, over.device)
-        group = ParamGroup(type(module).__name__, params, over, comm_ctx, transport, Reducer())
-        group.reshard_after_forward = reshard_after_forward is not False
-        follow_state_dicts(group)
-    FSDPState([module], group, comm_ctx, mp_policy, over.device, auto_reshard=reshard_after_forward is None)
+        groups = [ParamGroup(type(module).__name__, params, over, comm_ctx, transport, Reducer())]
+        groups[0].reshard_after_forward = reshard_after_forward is not False
+        follow_state_dicts(groups[0])
+    FSDPState([module], groups, comm_ctx, mp_policy, over.device, auto_reshard=reshard_after_forward is None)
     become_fsdp_module(module, FSDPModule)
     return module
 

@@ -120,26 +120,26 @@ class FSDPCommContext:
 
 
 class ForwardOrder:
-    """The order in which forwards enter groups, learned from one forward for the next."""
+    """The order in which forwards enter modules with groups, learned from one forward for the next."""
 
     def __init__(self) -> None:
-        self._last: list[ParamGroup] = []
-        self._current: list[ParamGroup] = []
+        self._last: list[FSDPState] = []
+        self._current: list[FSDPState] = []
 
     def begin(self) -> None:
         """Begin a forward. If the last one did not finish, its order is forgotten."""
         self._current = []
 
-    def note_and_predict(self, group: ParamGroup) -> list[ParamGroup]:
-        """Record that this forward enters `group`. Return the group to gather meanwhile, in a list, or an empty list.
+    def note_and_predict(self, state: FSDPState) -> FSDPState | None:
+        """Record that this forward enters the module of `state`. Return the state to gather meanwhile; None: there is none.
 
-        If the last forward had `group` at this position, return the group that came after it. If not, this forward takes another
+        If the last forward had `state` at this position, return the state that came after it. If not, this forward takes another
         path; predict nothing until the paths agree again.
         """
         place = len(self._current)
-        self._current.append(group)
+        self._current.append(state)
         expected = self._last[place : place + 2]
-        return expected[1:] if expected and expected[0] is group else []
+        return expected[1] if len(expected) == 2 and expected[0] is state else None
 
     def finish(self) -> None:
         """End this forward. The next forward is expected to take the same path."""

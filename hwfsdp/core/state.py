@@ -38,14 +38,14 @@ Note [Recomputation]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hwfsdp.core import private_torch
+from hwfsdp.core import observer, private_torch
 from hwfsdp.core.autograd_hooks import WatchedOutputs, watch_inputs
 from hwfsdp.core.context import ForwardOrder, FSDPCommContext, RootContext
 from hwfsdp.core.group import ParamGroup
@@ -79,11 +79,12 @@ class FSDPState:
         modules: the module given to `fully_shard`, in a tuple. name: its name from the root; the root's is its class. Empty until
             there is a root.
         root: the `RootContext` that all states below one root share. comm_ctx: the context that their groups share.
-        group: the module's parameters; None if other calls have claimed every parameter below it. groups: the same, as a list.
+        groups: the module's parameters: one group in the core, none if other calls have claimed every parameter below it. A feature
+            makes several.
         policy: its dtypes. device: where it computes. phase: its place in the iteration.
         auto_reshard: True if the caller gave no `reshard_after_forward`. Then the root keeps its parameters after a forward that
             a backward can follow, and all other modules free them.
-        forward_order: the order in which groups ran when this state's forward was the outermost one.
+        forward_order: the order in which states with groups ran when this state's forward was the outermost one.
         always_call: if True, torch calls the hook after forward also after an exception.
     """
 
@@ -92,17 +93,16 @@ class FSDPState:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        group: ParamGroup | None,
+        groups: Sequence[ParamGroup],
         comm_ctx: FSDPCommContext,
         policy: MixedPrecisionPolicy,
         device: torch.device,
         auto_reshard: bool,
         name: str = "",
     ) -> None:
-        self.modules, self.group, self.comm_ctx = tuple(modules), group, comm_ctx
+        self.modules, self.groups, self.comm_ctx = tuple(modules), list(groups), comm_ctx
         self.policy, self.device, self.auto_reshard = policy, device, auto_reshard
-        self.name, self.groups = name, [group] if group else []
-        self.root, self.phase = RootContext(), Phase.IDLE
+        self.name, self.root, self.phase = name, RootContext(), Phase.IDLE
         self.forward_order = ForwardOrder()
         # a compiler must not trace the hooks, because it cannot see their effects
         self.pre_forward_hook = torch.compiler.disable(self.pre_forward, reason="FSDP hooks")
@@ -130,16 +130,25 @@ class FSDPState:
                 self.phase = Phase.FORWARD
             if dtype := self.policy.cast_forward_inputs and self.policy.param_dtype:
                 args, kwargs = self.cast("cast_forward_inputs", (args, kwargs), dtype, self.map_inputs)
-            if self.group:
-                self.group.unshard()
-                self.group.wait_for_gather()
+            self.gather(self.groups)
             if starts:
                 self.prefetch_forward(self.note_forward_and_predict())
-            if self.group:
-                self.group.copy_out()
-                if starts:
-                    args, kwargs = watch_inputs((args, kwargs), self.post_backward, self.map_inputs)
+            self.copy_out()
+            if starts and self.groups:
+                args, kwargs = watch_inputs((args, kwargs), self.post_backward, self.map_inputs)
         return args, kwargs
+
+    def gather(self, groups: Sequence[ParamGroup]) -> None:
+        """Start the gathers of these groups of the module, unless they are whole. Make compute wait for all gathers of the module."""
+        for group in each(groups):
+            group.unshard()
+        for group in each(self.groups):
+            group.wait_for_gather()
+
+    def copy_out(self) -> None:
+        """Give the module its whole parameters, after `gather`."""
+        for group in each(self.groups):
+            group.copy_out()
 
     def map_inputs(self, fn: Callable[[Tensor], Tensor], inputs: Any) -> Any:
         """Return the args and kwargs of a forward with fn(t) in place of every tensor t. Each `fn` visits all of them."""
@@ -164,10 +173,11 @@ class FSDPState:
             self.root.guessed.append(group)
 
     def note_forward_and_predict(self) -> list[ParamGroup]:
-        """Record that the forward enters this group. Return the groups to gather meanwhile: none in a recomputation."""
-        if not self.group or not self.root.forward_root or private_torch.in_backward():
+        """Record that the forward enters this module. Return the groups to gather meanwhile: none in a recomputation."""
+        if not self.groups or not self.root.forward_root or private_torch.in_backward():
             return []
-        return self.root.forward_root.forward_order.note_and_predict(self.group)
+        following = self.root.forward_root.forward_order.note_and_predict(self)
+        return following.groups if following else []
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """End the module's forward, and return its output, cast to the policy's output dtype."""
@@ -183,9 +193,10 @@ class FSDPState:
 
         A forward inside a backward is a recomputation: the parameters stay for the backward that follows.
         """
-        if self.group and not private_torch.in_backward():
-            self.group.post_forward()
-            self.comm_ctx.note_end_of_forward(self.group)
+        if not private_torch.in_backward():
+            for group in each(self.groups):
+                group.post_forward()
+                self.comm_ctx.note_end_of_forward(group)
         self.phase = Phase.IDLE
         return self.watch(output, self.pre_backward)
 
@@ -209,14 +220,11 @@ class FSDPState:
             if self.phase is Phase.PRE_BACKWARD:
                 return
             self.phase = Phase.PRE_BACKWARD
-            if self.group:
-                if self.group.unshard_in_backward:
-                    self.group.unshard()
-                self.group.wait_for_gather()
+            self.gather([group for group in self.groups if group.unshard_in_backward])
             self.prefetch_backward(self.note_backward_and_predict())
-            if self.group:
-                self.group.copy_out()
-                self.group.set_grad_dtypes()
+            self.copy_out()
+            for group in self.groups:
+                group.set_grad_dtypes()
 
     def prefetch_backward(self, groups: Sequence[ParamGroup]) -> None:
         """Start the gathers that should overlap with this backward."""
@@ -226,15 +234,16 @@ class FSDPState:
                     group.unshard()
 
     def note_backward_and_predict(self) -> list[ParamGroup]:
-        """Record that the backward enters this group. Return the groups to gather meanwhile."""
-        return self.comm_ctx.take_previous(self.group) if self.group else []
+        """Record that the backward enters this module. Return the groups to gather meanwhile: the one whose forward ended before."""
+        before = [self.comm_ctx.take_previous(group) for group in self.groups]
+        return before[0] if before else []
 
     def post_backward(self) -> None:
         """End the module's backward: free the parameters, and reduce the gradients or accumulate them."""
         with moment("post_backward", self):
             self.phase = Phase.POST_BACKWARD
-            if self.group:
-                self.group.post_backward()
+            for group in each(self.groups[::-1]):
+                group.post_backward()
 
     def queue_final_callback(self) -> None:
         """Let autograd call `finish_backward` once, when this backward has executed its last node."""
@@ -319,8 +328,8 @@ class FSDPState:
         for state in states:
             state.follow(self)
         self.root.states = states
-        if self.group and self.auto_reshard:
-            self.group.reshard_after_forward = None
+        for group in self.groups if self.auto_reshard else ():
+            group.reshard_after_forward = None
 
     def follow(self, root: FSDPState) -> None:
         """Belong to the model of this root, and share its streams."""
@@ -338,12 +347,23 @@ class FSDPState:
                 found.setdefault(state, []).append(name)
         for state, names in found.items():
             state.name = state.name or ", ".join(names) or type(self.modules[0]).__name__.removeprefix("FSDP")
-            if state.group:
-                state.group.rename(state.name)
-                for param in state.group.params:
+            for group in state.groups:
+                group.rename(state.name)
+                for param in group.params:
                     module, name = param.places[0]
                     param.name = f"{prefixes.get(module, '')}.{name}".lstrip(".")
         return list(found)
+
+
+def each(groups: Sequence[ParamGroup]) -> Iterable[ParamGroup]:
+    """Return the groups. If there are several, all work of a loop over them belongs to the group of that turn, for the observer."""
+    return groups if observer.slot is None or len(groups) == 1 else parts(groups)
+
+
+def parts(groups: Sequence[ParamGroup]) -> Iterator[ParamGroup]:
+    for group in groups:
+        with moment("part", group):
+            yield group
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

@@ -119,7 +119,7 @@ class LendingState(FeatureState):
 
     def lend(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Lend also containers in which nothing was replaced, because the module may write into them."""
-        if self.lent[-1].visited is None and self.group and torch.is_grad_enabled():
+        if self.lent[-1].visited is None and self.groups and torch.is_grad_enabled():
             return self.lent[-1].map_inputs(lambda tensor: tensor, (args, kwargs))
         return args, kwargs
 
@@ -127,7 +127,7 @@ class LendingState(FeatureState):
         return self.lent[-1].map_inputs(fn, inputs)
 
     def watch(self, output: Any, before_backward: Callable[[], None]) -> Any:
-        if not (self.group and self.lent and self.lent[-1].containers):
+        if not (self.groups and self.lent and self.lent[-1].containers):
             return super().watch(output, before_backward)
         written = self.lent[-1].written()
         output, values = super().watch((output, [value for *_, value in written]), before_backward)

@@ -78,21 +78,20 @@ class EnteredState(FeatureState):
         This is so in three cases: the output has a parameter; the output is a generator, which computes later; the root was called
         inside one of its own methods.
         """
-        group = self.group
-        stays = group is not None and (isinstance(output, LAZY) or has_parameter(output))
-        if group is not None and group.reshard_after_forward is None and not torch.is_grad_enabled():
+        frees = [group.reshard_after_forward for group in self.groups]
+        stays = bool(self.groups) and (isinstance(output, LAZY) or has_parameter(output))
+        if None in frees and not torch.is_grad_enabled():
             stays = stays or calls_in_progress(self.modules) > 1
-        if group is None or not stays:
+        for group in self.groups if stays else ():
+            group.reshard_after_forward = False
+        try:
             output = super().end_forward(output)
-        else:
-            frees, group.reshard_after_forward = group.reshard_after_forward, False
-            try:
-                output = super().end_forward(output)
-            finally:
-                group.reshard_after_forward = frees
+        finally:
+            for group, as_before in zip(self.groups if stays else (), frees, strict=False):
+                group.reshard_after_forward = as_before
         if torch.is_grad_enabled():
             self.hid_outputs |= may_hide_tensors(output)
-            if group is not None and not all([param.sharded_param.requires_grad for param in group.params]):
+            if not all([p.sharded_param.requires_grad for group in self.groups for p in group.params]):
                 _with_frozen.add(self)
                 self.forwards.append(range(self._began, private_autograd.next_node_number()))
         return output

@@ -82,12 +82,10 @@ class ParamGroup(NamedGroup):
             of its mesh; "" on the mesh of the call.
         label: the module's name in torch's profiler: "" for the root; None until there is a root.
         shards: for torch's profiler, the number of ranks if the module has several groups; else 0.
-        parts: the groups behind one group of the schedule (`param_meshes`); here only this one.
         smaller: the mesh over which parameters stay sharded after forward (`post_forward_mesh`); None: the whole mesh.
     """
 
     state: FSDPState
-    parts: list[ParamGroup]
     suffix = ""
     label: str | None = None
     shards = 0
@@ -155,10 +153,13 @@ class ParamGroup(NamedGroup):
 
     def join(self, state: FSDPState) -> None:
         """Belong to a schedule from now on."""
-        self.state, self.parts = state, [self]
+        self.state = state
         for param in self.params:
             param.group = self
         remember(self)
+
+    def rename(self, name: str) -> None:
+        super().rename(name + self.suffix)
 
     def set_label(self, label: str) -> None:
         self.label = self.transport.label = label

@@ -23,7 +23,6 @@ class FeatureState(state.FSDPState):
     stage_checked: list[bool | None] | None = None
 
     comm_ctx: FSDPCommContext
-    group: ParamGroup | None
     groups: list[ParamGroup]  # type: ignore[assignment]  # of the module, one for each mesh
 
     @property

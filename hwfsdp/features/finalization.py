@@ -144,9 +144,7 @@ class FinalizedState(RecoveringState):
                 "some that are reduced within a replica only",
                 "Call set_requires_all_reduce(True) first, and reduce in one backward.",
             )
-        if async_op and not {*self.comm_ctx.post_forward_order} <= {
-            state.group for state in self.root.states
-        }:
+        if async_op and not {*self.comm_ctx.post_forward_order} <= {*self.root.groups}:
             raise refused(
                 f"{subject}(async_op=True)",
                 "no work of another model on the shared context",

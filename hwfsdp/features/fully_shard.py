@@ -38,7 +38,7 @@ from hwfsdp.features.lookup import all_groups, owners_of
 from hwfsdp.features.layouts import layout_of
 from hwfsdp.features.module import FSDPModule
 from hwfsdp.features.policies import MixedPrecisionPolicy, OffloadPolicy, memory_of, policy_of
-from hwfsdp.features.param_meshes import MeshGroups, by_mesh, choices_of
+from hwfsdp.features.param_meshes import by_mesh, choices_of, suffixes_of
 from hwfsdp.features.user_changes import FSDPParam, keep_writes_before_step
 from hwfsdp.features.post_forward_mesh import (
     PostForwardGroup,
@@ -172,14 +172,14 @@ def fully_shard(
     move_to(over.device, modules, found)
     comm_ctx = comm_ctx or FSDPCommContext(over.device.type)
     params = params_of(found, policies, layouts, memory_of(offload_policy, over.device), after_forward)
-    group = group_of(
+    groups = groups_of(
         ", ".join(type(each).__name__ for each in modules), params, over, comm_ctx, after_forward
     )
-    FSDPState(modules, group, comm_ctx, mp_policy, over.device, after_forward is None, module_fqn or "")
+    FSDPState(modules, groups, comm_ctx, mp_policy, over.device, after_forward is None, module_fqn or "")
 
     # join
-    for part in group.parts if group else ():
-        follow_state_dicts(part)
+    for group in groups:
+        follow_state_dicts(group)
     for each in modules:
         become_fsdp_module(each, FSDPModule)
         compat.note_applied(each, "fully_shard")
@@ -204,14 +204,14 @@ def params_of(
     ]
 
 
-def group_of(
+def groups_of(
     name: str,
     params: Sequence[FSDPParam],
     over: HybridMesh,
     comm_ctx: FSDPCommContext,
     after_forward: bool | int | None,
-) -> ParamGroup | None:
-    """Make the group of a call, or the groups of several meshes behind one; None if there is no parameter.
+) -> list[ParamGroup]:
+    """Make the groups of a call, one for each mesh.
 
     Args:
         over: the mesh of the call. after_forward: what `checked_reshard` returned.
@@ -228,8 +228,10 @@ def group_of(
         group.reshard_after_forward = over.shard.group is not None and after_forward is not False
         groups.append(group)
     if len(groups) > 1:
-        return MeshGroups(name, groups, over)
-    return groups[0] if groups else None
+        for group, suffix in zip(groups, suffixes_of([group.mesh for group in groups], over), strict=True):
+            group.suffix, group.shards, group.transport.shards = suffix, group.mesh.size, group.mesh.size
+            group.rename(name)
+    return groups
 
 
 # --- What torch calls in the whole process: around each backward, and around each step of an optimizer --------

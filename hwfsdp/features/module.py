@@ -27,7 +27,7 @@ from hwfsdp.comm.transport import (
 )
 from hwfsdp.core import api, private_torch
 from hwfsdp.core.param import ShardedState
-from hwfsdp.core.state import state_of
+from hwfsdp.core.state import each, state_of
 from hwfsdp.core.device_streams import DeviceStream
 from hwfsdp.errors import (
     CopyRefusedError,
@@ -67,10 +67,10 @@ class FSDPModule(api.FSDPModule, Module):
         """
         state = self._state()
         state.before_unshard()
-        if state.group:
-            state.comm_ctx.streams.copy.wait(state.comm_ctx.streams.compute.record())
-            state.group.unshard()
-        handle = UnshardHandle(state.group)
+        state.comm_ctx.streams.copy.wait(state.comm_ctx.streams.compute.record())
+        for group in each(state.groups):
+            group.unshard()
+        handle = UnshardHandle(state)
         if async_op:
             return handle
         handle.wait()
@@ -432,15 +432,15 @@ def checked_states(modules: Iterable[Any], caller: str) -> list[FSDPState]:
 class UnshardHandle:
     """The result of `FSDPModule.unshard(async_op=True)`."""
 
-    def __init__(self, group: ParamGroup | None) -> None:
-        self._group = group
+    def __init__(self, state: FSDPState) -> None:
+        self._state: FSDPState | None = state
 
     def wait(self) -> None:
         """Wait until the module has its whole parameters. A second call does nothing."""
-        group, self._group = self._group, None
-        if group:
-            group.wait_for_gather()
-            group.copy_out()
+        state, self._state = self._state, None
+        if state:
+            state.gather([])
+            state.copy_out()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

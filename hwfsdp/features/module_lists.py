@@ -74,10 +74,8 @@ class SeveralModules(RecoveringState):
 
     def gather_part(self) -> None:
         """Gather the parameters, if they are not there, before the backward of one module of the group."""
-        if self.group:
-            self.group.unshard()
-            self.group.wait_for_gather()
-            self.group.copy_out()
+        self.gather(self.groups)
+        self.copy_out()
         self.queue_callback((self.root, self), self.finish_part)
 
     def finish_part(self) -> None:
@@ -86,6 +84,7 @@ class SeveralModules(RecoveringState):
         Gradients of a module whose inputs need no gradient wait for the model's own backward.
         """
         self.comm_ctx.callbacks.pop((self.root, self), None)
-        if self.group and self.group.has_late_gradients and self.phase is Phase.POST_BACKWARD:
+        late = any(group.has_late_gradients for group in self.groups)
+        if late and self.phase is Phase.POST_BACKWARD:
             self.post_backward()
             self.comm_ctx.finish_reductions()

@@ -7,16 +7,15 @@ needs this. A rank holds only some of the experts, so fewer ranks share an exper
     experts 0 and 1     sharded over ranks 0   2
     experts 2 and 3     sharded over ranks   1   3
 
-The parameters of one mesh are a group. `MeshGroups` holds the groups of a call, and takes the place of the core's one group. So
-the core's schedule stays the same. The order is the same as in FSDP2: gathers go from the first group to the last. Reductions,
+The parameters of one mesh are a group. The order is the same as in FSDP2: gathers go from the first group to the last. Reductions,
 and the gathers that a backward starts ahead, go from the last group to the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -29,12 +28,8 @@ from hwfsdp.core.private_torch import address_of, local_of
 from hwfsdp.core.observer import moment
 from hwfsdp.errors import UsageError
 from hwfsdp.features.user_changes import FSDPParam
-from hwfsdp.features.feature_group import ParamGroup
 from hwfsdp.features.hybrid_sharding import HybridMesh, hybrid_mesh
 from hwfsdp.features.feature_state import FeatureState
-
-if TYPE_CHECKING:
-    from hwfsdp.features.schedule import FSDPState
 
 
 @dataclass(frozen=True)
@@ -178,110 +173,6 @@ def check_memory(found: Sequence[Unclaimed], choices: Sequence[Choice]) -> None:
 # --- The groups ----------------------------------------------------------------------------------------------
 
 
-class OfEach:
-    """An attribute with the same value in all groups of a call: read from the first, written to each."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, groups: MeshGroups, owner: type) -> Any:
-        return getattr(groups.parts[0], self.name)
-
-    def __set__(self, groups: MeshGroups, value: Any) -> None:
-        for part in groups.parts:
-            setattr(part, self.name, value)
-
-
-def _in_each(method: Callable[[ParamGroup], None]) -> Callable[[MeshGroups], None]:
-    """Make a method that calls the method of the same name on each group."""
-
-    name = method.__name__
-
-    def call(groups: MeshGroups) -> None:
-        for part in groups.each():
-            getattr(part, name)()
-
-    return call
-
-
-class MeshGroups(ParamGroup):
-    """The groups of one call, in place of one group. Each call of a method is passed on to all groups.
-
-    Attributes:
-        parts: the groups, in the order in which their first parameters were registered.
-            Each has a `suffix`, which comes after the module's name in its name.
-    """
-
-    comm_ctx: Any = OfEach()
-    reshard_after_forward: Any = OfEach()
-    reshard_after_backward: Any = OfEach()
-    reduce_grads: Any = OfEach()
-    unshard_in_backward: Any = OfEach()
-
-    def __init__(self, name: str, parts: Sequence[ParamGroup], mesh: HybridMesh) -> None:
-        self.parts = list(parts)
-        self.params = [param for part in parts for param in part.params]
-        self.mesh = mesh
-        self.post_forward_indices: list[int] = []
-        for part, suffix in zip(self.parts, suffixes_of([part.mesh for part in parts], mesh), strict=True):
-            part.suffix, part.shards, part.transport.shards = suffix, part.mesh.size, part.mesh.size
-        self.rename(name)
-
-    def rename(self, name: str) -> None:
-        self.name = name
-        for part in self.parts:
-            part.rename(name + part.suffix)
-
-    def join(self, state: FSDPState) -> None:
-        self.state = state
-        for part in self.parts:
-            part.join(state)
-
-    def set_label(self, label: str) -> None:
-        self.label = label
-        for part in self.parts:
-            part.set_label(label)
-
-    @property
-    def is_unsharded(self) -> bool:  # type: ignore[override]
-        return all(part.is_unsharded for part in self.parts)
-
-    def each(self) -> Iterator[ParamGroup]:
-        """Yield the groups, first to last. For the observer, all work until the next group belongs to this group."""
-        for part in self.parts:
-            with moment("part", part):
-                yield part
-
-    unshard = _in_each(ParamGroup.unshard)
-    wait_for_gather = _in_each(ParamGroup.wait_for_gather)
-    copy_out = _in_each(ParamGroup.copy_out)
-    reshard = _in_each(ParamGroup.reshard)
-    drop_gather = _in_each(ParamGroup.drop_gather)
-    post_forward = _in_each(ParamGroup.post_forward)
-    adopt_registered = _in_each(ParamGroup.adopt_registered)
-    set_grad_dtypes = _in_each(ParamGroup.set_grad_dtypes)
-
-    # --- gradients ---
-
-    @property
-    def has_late_gradients(self) -> bool:
-        return any(part.has_late_gradients for part in self.parts)
-
-    def post_backward(self) -> None:
-        """Run post-backward of each group, the last one first. The reductions wait for other modules' reductions, not for each other."""
-        comm_ctx, most = self.comm_ctx, self.comm_ctx.max_reductions
-        if self.has_late_gradients:
-            with moment("post_backward_rs_wait", self):
-                comm_ctx.wait_for_reductions(leave=most - 1)
-        comm_ctx.max_reductions = most - 1 + len(self.parts)
-        try:
-            for part in reversed(self.parts):
-                with moment("part", part):
-                    part.post_backward()
-        finally:
-            comm_ctx.max_reductions = most
-
-
 def suffixes_of(meshes: Sequence[HybridMesh], mesh: HybridMesh) -> list[str]:
     """Return a suffix for the name of each group of one module, such as " [efsdp]". The group on `mesh`, or else the first one, has ""."""
     names = ["×".join(each.mesh.mesh_dim_names or ()) or f"{each.size} ranks" for each in meshes]
@@ -295,12 +186,24 @@ class MeshesState(FeatureState):
     """A state whose module, or the one before it, may have several groups."""
 
     def note_backward_and_predict(self) -> list[core.ParamGroup]:
-        """Return the groups of the module before, the last one first. If this module has one group, return only the last of them."""
-        indices = list(self.group.post_forward_indices) if self.group else []
-        found: Any = super().note_backward_and_predict()
-        if not isinstance(self.group, MeshGroups):
-            return [group.parts[-1] for group in found]
+        """Return the last group of the module before; all its groups, the last one first, if this module has several groups."""
+        places = self.groups[0].post_forward_indices[-1:] if len(self.groups) > 1 else []
+        found = super().note_backward_and_predict()
+        if len(self.groups) < 2:
+            return found
         order: Any = self.comm_ctx.post_forward_order
-        before = reversed(order[: indices[-1] if indices else 0])
-        other = next((group for group in before if group is not self.group), None)
-        return [*reversed(other.parts)] if other else []
+        before = reversed(order[: sum(places)])
+        other: Any = next((group.state for group in before if group.state is not self), None)
+        return other.groups[::-1] if other else []
+
+    def post_backward(self) -> None:
+        """End the module's backward. Reductions wait for those of other modules, but not for those of the same module."""
+        comm_ctx, most = self.comm_ctx, self.comm_ctx.max_reductions
+        if len(self.groups) > 1 and any(group.has_late_gradients for group in self.groups):
+            with moment("post_backward_rs_wait", self.groups[0]):
+                comm_ctx.wait_for_reductions(leave=most - 1)
+        comm_ctx.max_reductions = most - 1 + max(len(self.groups), 1)
+        try:
+            super().post_backward()
+        finally:
+            comm_ctx.max_reductions = most

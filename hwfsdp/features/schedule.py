@@ -77,7 +77,7 @@ class FSDPState(
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        group: ParamGroup | None,
+        groups: Sequence[ParamGroup],
         comm_ctx: FSDPCommContext,
         policy: MixedPrecisionPolicy,
         device: torch.device,
@@ -87,10 +87,9 @@ class FSDPState(
         self.lent: list[Lent] = []
         self.to_run: set[nn.Module] = set()
         self.forwards: deque[range] = deque(maxlen=PENDING)
-        super().__init__(modules, group, comm_ctx, policy, device, auto_reshard, name)
-        if group:
+        super().__init__(modules, groups, comm_ctx, policy, device, auto_reshard, name)
+        for group in groups:
             group.join(self)
-            self.groups = group.parts
 
     # --- forward ---
 
@@ -139,8 +138,8 @@ class FSDPState(
         check_root(self)
         super().become_root()
         for state in self.states:
-            if state.group:
-                state.group.set_label("" if state is self else state.name)
+            for group in state.groups:
+                group.set_label("" if state is self else state.name)
         compare_models(self)
         self.share_max_reductions()
         self.name_for_other_ranks()
@@ -214,8 +213,8 @@ class FSDPState(
     def pre_backward(self) -> None:
         """Autograd calls this once per output. The group's method of the same name is called once per backward, as torch does."""
         follow_profiler()
-        if self.group and self.phase is not Phase.PRE_BACKWARD:
-            self.group.pre_backward()  # which calls `begin_backward`; a program may replace it
+        if self.groups and self.phase is not Phase.PRE_BACKWARD:
+            self.groups[0].pre_backward()  # which calls `begin_backward`; a program may replace it
         else:
             super().pre_backward()
 

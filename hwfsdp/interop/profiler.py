@@ -86,13 +86,13 @@ def log(name: str, of: Any) -> None:
 
 def is_left_out(name: str, state: FSDPState) -> bool:
     """True if FSDP2 does nothing in this hook: the state has no group, or has begun its backward before."""
-    return not state.group or (name in _OF_GROUPS and state.phase is Phase.PRE_BACKWARD)
+    return not state.groups or (name in _OF_GROUPS and state.phase is Phase.PRE_BACKWARD)
 
 
 def label_of(of: Any) -> str:
     """Return torch's name for the module of a state, a group or a transport; the core's have no label."""
-    label = getattr(of.group if isinstance(of, FSDPState) else of, "label", None)
-    return label or ""
+    named = of.groups[0] if isinstance(of, FSDPState) and of.groups else of
+    return getattr(named, "label", None) or ""
 
 
 class ProfilerRanges:

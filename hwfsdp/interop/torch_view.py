@@ -101,7 +101,7 @@ class ViewedState(FeatureState):
     _mp_policy = property(attrgetter("policy"))
     _comm_ctx = property(attrgetter("comm_ctx"))
     _fsdp_param_groups = property(attrgetter("groups"))
-    _fsdp_param_group = property(attrgetter("group"))
+    _fsdp_param_group = property(lambda state: state.groups[0] if state.groups else None)
 
     _modules = property(attrgetter("modules"))
     _device = property(attrgetter("device"))

@@ -85,7 +85,7 @@ def test_a_manual_unshard_leaves_no_buffer_and_checks_the_same_as_a_forward() ->
         model = fully_shard(nn.Linear(64, 64))
         seen = []
 
-        class Counting(type(model._state().group.transport.gather)):
+        class Counting(type(model._state().groups[0].transport.gather)):
             def allocate(self, size: Any, **kind: Any) -> Tensor:
                 flat: Tensor = super().allocate(size, **kind)
                 seen.append(weakref.ref(flat.untyped_storage()))

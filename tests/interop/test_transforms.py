@@ -144,7 +144,7 @@ for reshard in (True, False, 1):  # fewer cases, because each takes time
 @two.finds([False])
 def parameters_are_freed_when_the_backward_of_their_module_is_over() -> list[bool]:
     model = build(ours)
-    last, first = model.last._state().group, model.two.left._state()
+    last, first = model.last._state().groups[0], model.two.left._state()
     whole, pre_backward = [], first.pre_backward
 
     def note() -> None:
