@@ -33,7 +33,7 @@ from hwfsdp.features.checks import (
     replicated_params,
 )
 from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
-from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, HybridReducer, hybrid_mesh
+from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, hybrid_mesh
 from hwfsdp.features.lookup import all_groups, owners_of
 from hwfsdp.features.layouts import layout_of
 from hwfsdp.features.module import FSDPModule
@@ -220,10 +220,9 @@ def groups_of(
     for members in by_mesh(params):
         mesh = members[0].mesh
         transport = GroupTransport(mesh.shard, mesh.device, name, [tuple(p.layout.shape) for p in members])
-        reducer = SettableReducer() if mesh.replicate.group is None else HybridReducer(mesh.replicate)
         smaller = mesh if isinstance(after_forward, bool | None) else post_forward_mesh(mesh, after_forward)
         make_group = ParamGroup if smaller is mesh else PostForwardGroup
-        group = make_group(name, members, mesh, comm_ctx, transport, reducer)
+        group = make_group(name, members, mesh, comm_ctx, transport, SettableReducer())
         group.smaller = None if smaller is mesh else smaller
         group.reshard_after_forward = over.shard.group is not None and after_forward is not False
         groups.append(group)

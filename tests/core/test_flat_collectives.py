@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 import models
 from hwfsdp import FSDPModule
 from hwfsdp.collectives import RingAllGather, RingReduceScatter
-from hwfsdp.core.flat_collectives import copy_in, copy_in_grads, copy_out
+from hwfsdp.core.flat_collectives import copy_in, copy_in_grads, copy_out, mean_over
 from hwfsdp.core.mesh import Axis
-from hwfsdp.features.hybrid_sharding import HybridReducer
 from hwfsdp.features.reductions import SettableReducer
 from oracles import REGROUPING, ROUNDING, Case, Promises, Training, compare
 
@@ -148,17 +147,15 @@ def scaling_of_torch(
 def mean_scaling(
     shards: int, replicas: int, dtype: Any, factor: float | None, force_sum: bool
 ) -> tuple[float, Any, Any, float]:
-    """Return the divisor before, both operations, and the divisor after. Without replicas, the usual reducer must agree."""
-    group: Any = SimpleNamespace(mesh=SimpleNamespace(size=shards, replicate=Axis(None, replicas)))
-    reducers = [HybridReducer(group.mesh.replicate), SettableReducer()]
-    for reducer in reducers:
-        reducer.group = group
-        reducer.divide_factor, reducer.force_sum = factor, force_sum
-    hybrid, plain = reducers
-    assert isinstance(hybrid, HybridReducer)
-    assert replicas > 1 or hybrid.mean(dtype) == plain.mean(dtype)
-    before, operation, after = hybrid.mean(dtype)
-    return before, operation, hybrid.replica_operation(dtype), after
+    """Return the divisor before, both operations, and the divisor after. Without replicas, the core's mean must agree."""
+    reducer, group = SettableReducer(), SimpleNamespace(
+        mesh=SimpleNamespace(size=shards, replicate=Axis(None, replicas))
+    )
+    reducer.group = cast(Any, group)
+    reducer.divide_factor, reducer.force_sum = factor, force_sum
+    assert replicas > 1 or reducer.mean(dtype) == mean_over(shards, dtype, factor, force_sum)
+    before, operation, after = reducer.mean(dtype)
+    return before, operation, reducer.replica_operation(dtype), after
 
 
 def test_means_are_taken_as_fsdp2_takes_them_and_factors_around_a_reduction_make_up_the_divisor() -> None:
