@@ -41,7 +41,7 @@ POINTS = (
         ("layout.Layout", "param.FSDPParam"),
         ("layouts", "extensions", "whole", "post_forward_mesh"),
     ),
-    Point("reducer", ("group.Reducer",), ("reductions", "hybrid_sharding")),
+    Point("reducer", ("group.Reducer",), ("reductions",)),
     Point(
         "transport\nand mesh",
         ("mesh.Transport", "mesh.ShardMesh"),

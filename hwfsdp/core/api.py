@@ -51,7 +51,7 @@ def fully_shard(
             become DTensors, `Shard(0)`, original dtype.
         mesh: 1D; by default all ranks, on the accelerator if there is one.
         reshard_after_forward: True frees the whole parameters after forward and gathers them again in backward; False keeps
-            them. None: False for the root, True for all others.
+            them. None: the root keeps them if a backward can follow; all others free them.
         mp_policy: dtypes. ignored_params: stay as they are: neither sharded nor reduced.
 
     After a backward, `.grad` of each shard is its part of the mean gradient over the ranks.

@@ -38,14 +38,14 @@ Note [Recomputation]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hwfsdp.core import observer, private_torch
+from hwfsdp.core import private_torch
 from hwfsdp.core.autograd_hooks import WatchedOutputs, watch_inputs
 from hwfsdp.core.context import ForwardOrder, FSDPCommContext, RootContext
 from hwfsdp.core.group import ParamGroup
@@ -77,7 +77,7 @@ class FSDPState:
 
     Attributes:
         modules: the module given to `fully_shard`, in a tuple. name: its name from the root; the root's is its class. Empty until
-            there is a root.
+            there is a root, unless the caller has given a name.
         root: the `RootContext` that all states below one root share. comm_ctx: the context that their groups share.
         groups: the module's parameters: one group in the core, none if other calls have claimed every parameter below it. A feature
             makes several.
@@ -355,12 +355,8 @@ class FSDPState:
         return list(found)
 
 
-def each(groups: Sequence[ParamGroup]) -> Iterable[ParamGroup]:
-    """Return the groups. If there are several, all work of a loop over them belongs to the group of that turn, for the observer."""
-    return groups if observer.slot is None or len(groups) == 1 else parts(groups)
-
-
-def parts(groups: Sequence[ParamGroup]) -> Iterator[ParamGroup]:
+def each(groups: Sequence[ParamGroup]) -> Iterator[ParamGroup]:
+    """Yield the groups. For the observer, all work of a turn belongs to the group of that turn."""
     for group in groups:
         with moment("part", group):
             yield group

@@ -1,8 +1,10 @@
-"""Warn once about mistakes that run, but do not train.
+"""Warn once about mistakes that run, but do not train, or raise an error.
 
 - An optimizer that was built before `fully_shard` updates the whole parameters, which are no longer the model's.
 - An optimizer that was built while parameters were whole has them in place of the shards. Before its first step, it gets the shards.
 - A trainable parameter that no group has is not averaged: it was added after `fully_shard`, or the root was forgotten.
+- An embedding with `max_norm` shortens rows in the forward, and only the rank that holds a row keeps it short.
+- Programs look for their own class of parameters, but shards are DTensors.
 - Gradients that were accumulated without synchronization and never reduced are missing in the optimizer step.
 - Ranks whose models differ add up gradients of different parameters, or hang. Comparing the models costs a collective. So the
   ranks compare them only if collectives are checked anyway, with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.

@@ -1,4 +1,4 @@
-"""Refuse modules that cannot be sharded or cannot run, before anything is changed."""
+"""Refuse modules that cannot be sharded, before a call changes anything, and models that cannot run, before the first forward."""
 
 from __future__ import annotations
 

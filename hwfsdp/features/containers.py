@@ -16,16 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hwfsdp.core.precision import fields_of, map_tensors, set_item
 from hwfsdp.core.state import Args, Kwargs
-from hwfsdp.features.feature_state import FeatureState
 
 
-class Lent:
-    """The containers of one forward's arguments.
+class RunningForward:
+    """A forward of a module that has not ended, and the containers of its arguments.
 
     Attributes:
         containers: the containers, by id. visited: the ids of the containers that the newest call of `map_inputs` has visited; None
@@ -106,36 +104,3 @@ def put(container: Any, key: Any, old: Any, new: Any) -> None:
         set_item(container, key, new)
     else:
         object.__setattr__(container, key, new)
-
-
-class LendingState(FeatureState):
-    """A state whose module gets the caller's own containers.
-
-    Attributes:
-        lent: the containers of the forwards in progress; usually of one.
-    """
-
-    lent: list[Lent]
-
-    def lend(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Lend also containers in which nothing was replaced, because the module may write into them."""
-        if self.lent[-1].visited is None and self.groups and torch.is_grad_enabled():
-            return self.lent[-1].map_inputs(lambda tensor: tensor, (args, kwargs))
-        return args, kwargs
-
-    def map_inputs(self, fn: Callable[[Tensor], Tensor], inputs: Any) -> Any:
-        return self.lent[-1].map_inputs(fn, inputs)
-
-    def watch(self, output: Any, before_backward: Callable[[], None]) -> Any:
-        if not (self.groups and self.lent and self.lent[-1].containers):
-            return super().watch(output, before_backward)
-        written = self.lent[-1].written()
-        output, values = super().watch((output, [value for *_, value in written]), before_backward)
-        for (container, key, old), new in zip(written, values, strict=True):
-            put(container, key, old, new)
-        return output
-
-    def give_back(self) -> None:
-        """Put the caller's tensors back, after a forward."""
-        if self.lent:
-            self.lent.pop().give_back()

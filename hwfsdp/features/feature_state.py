@@ -13,14 +13,7 @@ if TYPE_CHECKING:
 
 
 class FeatureState(state.FSDPState):
-    """The base of the classes from which `schedule.FSDPState` derives: what several of them use.
-
-    Attributes:
-        stage_checked: for each group below, True if it was freed after forward when the pipeline stage was checked
-            (`interop.pipelines`). None before the check.
-    """
-
-    stage_checked: list[bool | None] | None = None
+    """The base of the classes from which `schedule.FSDPState` derives: what several of them use."""
 
     comm_ctx: FSDPCommContext
     groups: list[ParamGroup]  # type: ignore[assignment]  # of the module, one for each mesh

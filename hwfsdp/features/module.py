@@ -1,7 +1,8 @@
 """The class of sharded modules, and functions on them.
 
 The methods have the same names, arguments and meanings as in torch's `FSDPModule`, version 2.15. A method with the argument
-`recurse` also applies to all sharded modules below. Every other method applies to the module's own group.
+`recurse` also applies to all sharded modules below. Every other method applies to the module's own groups or, where it says so, to the
+whole model.
 """
 
 from __future__ import annotations

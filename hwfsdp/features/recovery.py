@@ -198,8 +198,8 @@ class RecoveringState(FeatureState):
             with moment("broken_off", state):
                 state.phase = Phase.IDLE
                 state.to_run.clear()
-                for lent in reversed(state.lent):  # a KeyboardInterrupt leaves it
-                    lent.give_back()
+                for running in reversed(state.running):  # a KeyboardInterrupt leaves it
+                    running.give_back()
                 for group in state.groups:
                     group.reshard()
         root.forward_root = None

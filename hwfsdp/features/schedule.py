@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hwfsdp.core import group as core, observer
 from hwfsdp.core.precision import MixedPrecisionPolicy
@@ -22,7 +22,7 @@ from hwfsdp.core.device_streams import StreamEvent
 from hwfsdp.errors import StateError, UsageError
 from hwfsdp.features.advice import compare_models
 from hwfsdp.features.checks import check_ready, check_root, refuse_tracing
-from hwfsdp.features.containers import LendingState, Lent
+from hwfsdp.features.containers import RunningForward, put
 from hwfsdp.features.entries import PENDING, EnteredState
 from hwfsdp.features.finalization import FinalizedState
 from hwfsdp.features.lookup import all_groups
@@ -38,8 +38,7 @@ from hwfsdp.interop.torch_view import ViewedState
 
 
 class FSDPState(
-    LendingState,  # maps the inputs and watches the outputs of a forward
-    FinalizedState,  # the caller may end backwards; otherwise they end as its base says, RecoveringState
+    FinalizedState,  # the caller may end backwards; otherwise they end as in the core
     SeveralModules,  # a forward ends when the last module of a list has run
     MeshesState,  # gathers ahead several groups if the next module has several meshes
     EnteredState,  # around the core: notes what a forward made
@@ -51,11 +50,11 @@ class FSDPState(
         forward_prefetch, backward_prefetch: states whose groups are gathered next. If empty, the expected group is gathered.
         post_optim_event: the event that the next iteration's gathers wait for, instead of all work on compute. Only the root's
             value counts.
+        running: the forwards of the module that have not ended; usually one.
         max_reductions: the number of reductions that may be in flight. Of the states that share streams, the largest number counts.
 
     If several bases have a method, the first one's runs first, and calls the next one's:
 
-        map_inputs, watch             containers → core
         finish_backward               finalization → core
         queue_final_callback          finalization → recovery, in place of the core
         break_off, end_unfinished     finalization → recovery
@@ -84,7 +83,7 @@ class FSDPState(
         auto_reshard: bool,
         name: str,
     ) -> None:
-        self.lent: list[Lent] = []
+        self.running: list[RunningForward] = []
         self.to_run: set[nn.Module] = set()
         self.forwards: deque[range] = deque(maxlen=PENDING)
         super().__init__(modules, groups, comm_ctx, policy, device, auto_reshard, name)
@@ -96,34 +95,51 @@ class FSDPState(
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Prepare the forward. If a line raises, torch calls `post_forward`, too."""
         follow_profiler()
-        self.lent.append(Lent())  # before all lines that raise: `post_forward` takes it away
+        running = RunningForward()
+        self.running.append(running)  # before all lines that raise: `post_forward` takes it away
         self.refuse_pending_reduction()
         self.break_off_left_over()  # before all lines that look at the phase
-        self.lent[-1].is_inner = self.phase is Phase.FORWARD and len(self.modules) == 1
+        running.is_inner = self.phase is Phase.FORWARD and len(self.modules) == 1
         self.expect_all_modules()
         args, kwargs = super().pre_forward(module, args, kwargs)
-        args, kwargs = self.lend(args, kwargs)
-        self.lent[-1].is_entered = True
+        if running.visited is None and self.groups and torch.is_grad_enabled():
+            # nothing was replaced, but the module may write into the containers
+            args, kwargs = running.map_inputs(lambda tensor: tensor, (args, kwargs))
+        running.is_entered = True
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
         """End the forward. torch calls this hook after an exception, too."""
         explain_in_forward(sys.exc_info()[1])
         try:
-            if self.break_off_raised() or not (self.lent and self.lent[-1].is_entered):
+            if self.break_off_raised() or not (self.running and self.running[-1].is_entered):
                 return output
-            if self.lent[-1].is_inner:  # the outer forward goes on
+            if self.running[-1].is_inner:  # the outer forward goes on
                 return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
             return super().post_forward(module, args, output)
         finally:
-            self.give_back()
+            if self.running:
+                self.running.pop().give_back()
+
+    def map_inputs(self, fn: Callable[[Tensor], Tensor], inputs: Any) -> Any:
+        return self.running[-1].map_inputs(fn, inputs)
+
+    def watch(self, output: Any, before_backward: Callable[[], None]) -> Any:
+        """Watch what the module wrote into containers of its arguments, too."""
+        if not (self.groups and self.running and self.running[-1].containers):
+            return super().watch(output, before_backward)
+        written = self.running[-1].written()
+        output, values = super().watch((output, [value for *_, value in written]), before_backward)
+        for (container, key, old), new in zip(written, values, strict=True):
+            put(container, key, old, new)
+        return output
 
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Begin the outermost forward."""
         refuse_tracing(self)
         self.clear_up()  # becomes the root, if this is the first forward
         for state in self.states:  # after a KeyboardInterrupt, forwards are listed that did not end
-            state.lent = state.lent[-1:] if state is self else []
+            state.running = state.running[-1:] if state is self else []
             warn_of_old_values(state.groups)
         args, kwargs = super().begin_iteration(args, kwargs)
         check_stage(self)
@@ -225,12 +241,12 @@ class FSDPState(
         """End a backward. It may have run inside a forward, whose modules need their parameters until it ends."""
         outermost = cast("FSDPState | None", self.root.forward_root)
         super().finish_states()
-        if outermost is not None and outermost.lent:
+        if outermost is not None and outermost.running:
             self.root.forward_root = outermost
         self.note_end_of_backward()
 
     def states_to_finish(self) -> list[FSDPState]:
-        return [state for state in self.states if not state.lent]
+        return [state for state in self.states if not state.running]
 
     # --- outside of the schedule ---
 

@@ -3,7 +3,8 @@
 A whole parameter is the same object for the life of the model, also while its memory is freed (`core.layout`). Code that kept it, or a
 view of it, may read it then. torch answers with "setStorage: … storage of size 0", or crashes. So a freed parameter has another
 class, `FreedParameter`, whose operations raise an error that names the parameter. While the parameter is whole, its class is
-`WholeParameter`, which notices when the program takes or sets `data`.
+`WholeParameter`, which notices when the program takes or sets `data`. DTensors, and classes that a program derived from
+`nn.Parameter`, keep their class.
 
 The class does not see what autograd saved, nor views. An error that torch raises about them in a backward, or in the forward of
 the outermost module, is explained, too. Such reads elsewhere end in torch's own error.

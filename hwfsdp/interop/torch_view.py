@@ -90,7 +90,14 @@ class HookView(NamedTuple):
 
 
 class ViewedState(FeatureState):
-    """A state with torch's names."""
+    """A state with torch's names.
+
+    Attributes:
+        stage_checked: for each group below, True if it was freed after forward when the pipeline stage was checked (`pipelines`).
+            None before the check.
+    """
+
+    stage_checked: list[bool | None] | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -158,7 +158,7 @@ def a_forward_that_could_not_begin_is_not_in_the_order_of_forwards() -> list[int
     with pytest.raises(StateError, match="meta device"):
         module(torch.ones(1, 4))
     state = checked_state(module, "")
-    return [len(state.comm_ctx.post_forward_order), len(state.lent)]
+    return [len(state.comm_ctx.post_forward_order), len(state.running)]
 
 
 test_on_two_ranks = two.test()
