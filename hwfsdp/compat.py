@@ -310,11 +310,13 @@ def sharded_tensor_like(shards: Sequence[Tensor], like: Any) -> Any:
 IS_PARAMETER = "_is_param"  # torch marks parameters of a Tensor subclass with this attribute
 
 
-def dcp_place(file: str, offset: int, length: int) -> Any:
-    """Return what the metadata of torch's DCP holds for each of its blobs: a range of bytes of a file."""
+def dcp_place(file: str, offset: int, length: int, seal: int) -> Any:
+    """Return what the metadata of torch's DCP holds for each of its blobs: a range of bytes of a file. `seal` is ours; torch ignores it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    return _StorageInfo(file, offset, length)
+    place = _StorageInfo(file, offset, length)
+    vars(place)["seal"] = seal
+    return place
 
 
 def quantized_over(integers: Tensor, like: Tensor) -> Tensor:

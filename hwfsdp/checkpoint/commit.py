@@ -534,8 +534,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def check_archive(
     file: Path | IO[bytes], path: Path, key: str | None = None, offset: int | None = None
-) -> None:
-    """Read every record and compare it with its checksum.
+) -> int:
+    """Read every record and compare it with its checksum. Return a checksum of the checksums.
 
     Args:
         path, key: the file and the entry that an error names. Without a key, the error names the record.
@@ -549,13 +549,25 @@ def check_archive(
             odd = [record for record in archive.infolist() if not _is_plain(record)]
             name = odd[0].filename if odd else archive.testzip()
             if name is None:
-                return
+                return _seal(archive)
             record = archive.getinfo(name)
     except (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError, zlib.error) as error:
         raise damaged(path, "an undamaged zip file of torch.save", told(error), offset, key) from error
     got = f"{'other attributes' if odd else 'others, by their CRC-32'}, in {record.filename}"
     at = (offset or 0) + record.header_offset
     raise damaged(path, "the bytes that were written", got, at, key or record.filename)
+
+
+def seal_of(file: IO[bytes]) -> int:
+    """Return what `check_archive` will return for the archive that was just written at the end of a file."""
+    with zipfile.ZipFile(file) as archive:
+        seal = _seal(archive)
+    file.seek(0, os.SEEK_END)
+    return seal
+
+
+def _seal(archive: zipfile.ZipFile) -> int:
+    return checksum(repr([(record.filename, record.CRC) for record in archive.infolist()]).encode())
 
 
 def _is_plain(record: zipfile.ZipInfo) -> bool:
@@ -592,16 +604,7 @@ def load_archive(
         raise damaged(path, expected, got, offset, key, remedy) from error
 
 
-@contextmanager
-def extract(fd: int, path: Path, start: int, nbytes: int, key: str) -> Iterator[IO[bytes]]:
-    """Give a range of bytes of an open file as a file. `path`, `key`: the file and the entry that an error names."""
-    try:
-        yield io.BufferedReader(_Range(fd, start, nbytes))
-    except OSError as error:
-        raise damaged(path, "a file that can be read", told(error), key=key) from error
-
-
-class _Range(io.RawIOBase):
+class Range(io.RawIOBase):
     """A range of bytes of a file, as a file that is read from. Others may read from the same descriptor at the same time."""
 
     def __init__(self, fd: int, start: int, nbytes: int) -> None:
@@ -632,7 +635,7 @@ def archive_file(path: Path, nbytes: int) -> Iterator[IO[bytes]]:
     with_crcs = torch.serialization.get_crc32_options()
     try:
         torch.serialization.set_crc32_options(True)
-        with open(path, "xb") as file:
+        with open(path, "x+b") as file:
             yield file
             file.flush()
             sync(file.fileno())

@@ -12,7 +12,7 @@ silently do not happen here, or are errors:
     a key on only one side is an error; DCP ignores keys of the checkpoint that the state dict does not have
     a directory appears when it is complete; DCP overwrites a checkpoint file by file
     nothing in a checkpoint is run (Note [Metadata without trust]); DCP unpickles the metadata and all values
-    checksums are compared, and the save that a file belongs to; DCP reads over flipped bits
+    checksums are compared (Note [Seals]); DCP reads over flipped bits, and takes one blob for another
     a tensor on the meta device gets memory in place; DCP loads into another tensor, which the model does not have
 
 This module checks everything before it changes anything. Ranks agree on the result: an error on one rank is raised on all.
@@ -29,6 +29,10 @@ Note [Metadata without trust]
     it is loaded. So `read_metadata` uses an unpickler that knows only the few classes of DCP's metadata. Its result is checked, too:
     chunks must tile their tensors, and blobs must lie in files of this directory. Blobs are zip files made by `torch.save`. They carry
     checksums, which `torch.load` ignores. We compare them, so a flipped bit causes an error instead of a wrong weight.
+
+Note [Seals]
+    The checksums in a blob do not say which blob it is. So our metadata has a *seal* of each blob: a checksum of the blob's checksums.
+    Torch ignores it. A blob that has changed places with another one, or comes from another save, does not have the right seal.
 """
 
 from __future__ import annotations
@@ -44,7 +48,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, cast
 
@@ -68,7 +71,6 @@ from hwfsdp.compat import dcp_place
 from hwfsdp.errors import CheckpointError
 
 METADATA, DIGEST = ".metadata", ".metadata.sha256"
-_HEADER_BYTES = 64
 _FILES = re.compile(r"\.metadata(\.sha256)?|.*\.distcp")
 
 
@@ -102,10 +104,8 @@ def save(
     mine = _Saving(agreement)
     share = agreement.step("planning", lambda: mine.describe(state_dict, path), mine.divide)
     check = partial(commit.check_replaceable, mine.target, _FILES, "a DCP checkpoint", overwrite)
-    with commit.replaced(mine.target, agreement, check) as (draft, save_id):
-        agreement.step(
-            "writing", lambda: mine.write(draft, share, save_id), partial(mine.finish, draft, save_id)
-        )
+    with commit.replaced(mine.target, agreement, check) as (draft, _):
+        agreement.step("writing", lambda: mine.write(draft, share), partial(mine.finish, draft))
 
 
 def load(
@@ -240,21 +240,20 @@ class _Saving:
             self.shares[rank].append((key, box))
         return self.shares
 
-    def write(self, draft: Path, share: list[Any], save_id: str) -> list[tuple[int, int]]:
-        """Write this rank's file. Return the place of each blob: offset and length."""
-        places: list[tuple[int, int]] = []
+    def write(self, draft: Path, share: list[Any]) -> list[tuple[int, int, int]]:
+        """Write this rank's file. Return the place of each blob: offset, length and seal."""
+        places: list[tuple[int, int, int]] = []
         items = [(self.entries[key].value, box and box_from(box)) for key, box in share]
         nbytes = sum(box.numel * value.itemsize for value, box in items if box)
         if items:
             with commit.archive_file(draft / _file_of(self.rank), nbytes) as file:
-                file.write(header_of(save_id, _file_of(self.rank)))
                 for value, box in items:
                     start = file.tell()
                     torch.save(packed(values_in(value, box)) if box else value, file)
-                    places.append((start, file.tell() - start))
+                    places.append((start, file.tell() - start, commit.seal_of(file)))
         return places
 
-    def finish(self, draft: Path, save_id: str, places: list[Any]) -> None:
+    def finish(self, draft: Path, places: list[Any]) -> None:
         """Write the metadata, from the places of all blobs, and a checksum of it into a file that torch ignores."""
         from torch.distributed.checkpoint import metadata as torchs
 
@@ -267,24 +266,19 @@ class _Saving:
                 entries[key] = torchs.TensorStorageMetadata(properties, torch.Size(entry["shape"]), [])
         for rank, (share, of_share) in enumerate(zip(self.shares, places)):
             commit.check_written(*([draft / _file_of(rank)] if share else []))
-            for (key, box), (offset, length) in zip(share, of_share):
+            for (key, box), place in zip(share, of_share):
                 at, size = map(torch.Size, box) if box else (None, None)
-                infos[torchs.MetadataIndex(key, at)] = dcp_place(_file_of(rank), offset, length)
+                infos[torchs.MetadataIndex(key, at)] = dcp_place(_file_of(rank), *place)
                 if at is not None and size is not None:
                     entries[key].chunks.append(torchs.ChunkStorageMetadata(at, size))
         paths = {key: tuple(entry["tree"]) for (key,), entry in self.described.items()}
-        data = pickle.dumps(torchs.Metadata(entries, paths, infos, torchs.StorageMeta(save_id=save_id)))
+        data = pickle.dumps(torchs.Metadata(entries, paths, infos))
         commit.write_small_file(draft / METADATA, data)
         commit.write_small_file(draft / DIGEST, f"{hashlib.sha256(data).hexdigest()}\n".encode())
 
 
 def _file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
-
-
-def header_of(save_id: str, name: str) -> bytes:
-    """Return what is before the blobs of a file of ours. Torch does not read it. So files of two saves cannot be mixed."""
-    return f"hwfsdp DCP {save_id} {name}".encode().ljust(_HEADER_BYTES - 1) + b"\n"
 
 
 def _check_storable(path: KeyPath, value: Any) -> None:
@@ -305,7 +299,7 @@ class Blobs(Source):
     Attributes:
         manifest: its entries are listed by the path (key,); in a load, by the paths of the state dict. Its digest is the SHA-256 of the
             metadata.
-        files: a chunk names its file by the place in this list. headed: the files that begin with `header_of`.
+        files: a chunk names its file by the place in this list.
         paths: DCP's record of the path in the state dict behind each key; {} if there is none.
         metadata: the file `.metadata`. opened: closes the files of blobs at the end. Each file is opened only once. So a load reads the
             same bytes that it has checked, even if another save replaces the files meanwhile.
@@ -313,7 +307,6 @@ class Blobs(Source):
 
     manifest: Manifest
     files: list[Path]
-    headed: set[Path]
     paths: dict[str, Any]
     metadata: Path
     opened: ExitStack
@@ -340,25 +333,21 @@ class Blobs(Source):
     def _read(self, entry: Entry, chunk: Chunk, check: bool = False) -> Any:
         """Load a blob with `torch.load`. No code of it runs. `check`: compare its checksums before."""
         path, key = self.files[chunk.file], _key_of(entry)
-        with commit.extract(self._descriptor(path, key), path, chunk.at, chunk.nbytes, key) as file:
-            if check:
-                commit.check_archive(file, path, key, chunk.at)
+        try:
+            file = io.BufferedReader(commit.Range(self._descriptor(path), chunk.at, chunk.nbytes))
+            if check and commit.check_archive(file, path, key, chunk.at) != chunk.seal and chunk.seal >= 0:
+                got = "something else that was saved"
+                raise damaged(path, "what was written there", got, chunk.at, key)
             return commit.load_archive(file, path, {"map_location": "cpu"}, key, chunk.at)
+        except CheckpointError:
+            self.confirm()  # its error is the cause, if there is one
+            raise
 
-    def _descriptor(self, path: Path, key: str) -> int:
+    def _descriptor(self, path: Path) -> int:
         with self.lock:
             if path not in self.descriptors:
                 fd = commit.open_file(path, may_be_link=True)
                 self.opened.callback(os.close, fd)
-                if path in self.headed:
-                    expected, found = header_of(self.manifest.save_id, path.name), bytearray(_HEADER_BYTES)
-                    commit.read_exactly(fd, memoryview(found), 0, path, key)
-                    if found != expected:
-                        self.confirm()
-                        got = "a file of another save, or of another rank"
-                        raise damaged(
-                            path, f"a file that begins with {expected.decode().strip()!r}", got, 0, key
-                        )
                 self.descriptors[path] = fd
             return self.descriptors[path]
 
@@ -489,11 +478,7 @@ def read_metadata(directory: Path, opened: ExitStack) -> Blobs:
         for key, path in (metadata.planner_data or {}).items()
         if isinstance(path, tuple) and all(type(step) in (int, str) for step in path)
     }
-    save_id = str(getattr(metadata.storage_meta, "save_id", ""))
-    chunks = chain(*(e.chunks if isinstance(e, TensorEntry) else (e.chunk,) for e in entries.values()))
-    bare = {files[chunk.file] for chunk in chunks if chunk and not chunk.at}  # of an older version
-    headed = {*files} - bare if expected else set()
-    return Blobs(Manifest(save_id, (), {}, entries, digest=digest), files, headed, paths, path, opened)
+    return Blobs(Manifest("", (), {}, entries, digest=digest), files, paths, path, opened)
 
 
 def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], list[Path]]:
@@ -511,7 +496,8 @@ def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], l
         if info is None:
             raise damaged(path, f"where the part at {box and box.offset} is", "nothing", key=key)
         file, offset, length = _place_of(path, key, info)
-        return Chunk(files.setdefault(file, len(files)), offset, box or whole(()), nbytes=length)
+        seal = _a(int, getattr(info, "seal", -1))  # torch and older versions write none
+        return Chunk(files.setdefault(file, len(files)), offset, box or whole(()), nbytes=length, seal=seal)
 
     for key, entry in metadata.state_dict_metadata.items():
         if _class_of(entry) == "TensorStorageMetadata":

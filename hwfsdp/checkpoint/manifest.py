@@ -65,6 +65,7 @@ class Chunk(NamedTuple):
         file: index into the files of the checkpoint. at: the byte of the file at which the chunk begins.
         box: the part of the tensor. crc32: one checksum for each block of `BLOCK_BYTES`; the last block may be shorter.
         nbytes: the bytes in the file, in formats of others. In ours, they follow from the box.
+        seal: of DCP's chunks, see Note [Seals] in `dcp`; -1 if there is none.
         values: the values, if the file is mapped into memory (PART, safetensors). Then `file`, `at` and `nbytes` mean nothing.
     """
 
@@ -74,6 +75,7 @@ class Chunk(NamedTuple):
     crc32: tuple[int, ...] = ()
     nbytes: int = 0
     values: torch.Tensor | None = None
+    seal: int = -1
 
 
 @dataclass(frozen=True)

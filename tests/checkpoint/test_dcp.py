@@ -16,7 +16,6 @@ from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -441,17 +440,37 @@ def test_a_file_of_another_save_of_the_same_shapes_is_refused(tmp_path: Path) ->
         dcp.save({"a": torch.full((3, 4), value)}, tmp_path / name)
     shutil.copy(tmp_path / "other" / "__0_0.distcp", tmp_path / "one")
     target = {"a": torch.zeros(3, 4)}
-    with pytest.raises(CheckpointError, match=r"byte 0, a: .*got a file of another save"):
+    with pytest.raises(CheckpointError, match=r"byte 0, a: .*got something else that was saved"):
         dcp.load(target, tmp_path / "one")
     assert not target["a"].any()
 
 
-def test_a_file_without_a_header_is_read_as_before(tmp_path: Path) -> None:
-    with mock.patch.object(dcp, "header_of", lambda *_: b""):
-        dcp.save({"a": torch.ones(3, 4)}, tmp_path / "c")
-    target = {"a": torch.zeros(3, 4)}
-    dcp.load(target, tmp_path / "c")
-    assert target["a"].all()
+def swapped(path: Path, one: str, other: str) -> None:
+    """Let two blobs of the same length change places in their file."""
+    places = pickle.loads((path / ".metadata").read_bytes()).storage_data
+    found = {index.fqn: slice(info.offset, info.offset + info.length) for index, info in places.items()}
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[found[one]], data[found[other]] = data[found[other]], data[found[one]]
+    (path / "__0_0.distcp").write_bytes(data)
+
+
+def test_two_parts_or_two_values_that_have_changed_places_in_a_file_are_noticed(tmp_path: Path) -> None:
+    dcp.save({"a": numbered(4), "b": -numbered(4), "c": 1.5, "d": 2.5}, tmp_path / "c")
+    for one, other in (("a", "b"), ("c", "d")):
+        swapped(tmp_path / "c", one, other)
+        state: dict[str, Any] = {"a": torch.zeros(4), "b": torch.zeros(4), "c": 0, "d": 0}
+        with pytest.raises(CheckpointError, match=rf"distcp, byte \d+, {one}: .*got something else that was"):
+            dcp.load(state, tmp_path / "c")
+        assert not state["a"].any() and state["c"] == 0
+        swapped(tmp_path / "c", one, other)
+
+
+def test_a_checkpoint_of_ours_without_seals_is_read_as_before(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    rewritten(path, lambda m: [vars(info).pop("seal") for info in m.storage_data.values()] and None)
+    target: dict[str, Any] = {"a": torch.zeros(4, 3), "b": {"c": None}}
+    dcp.load(target, path)
+    assert torch.equal(target["a"], numbered(4, 3))
 
 
 def test_every_flipped_bit_of_our_metadata_is_found(tmp_path: Path) -> None:
