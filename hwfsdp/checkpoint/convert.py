@@ -26,6 +26,7 @@ Note [What formats cannot say]
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import secrets
@@ -44,8 +45,16 @@ from hwfsdp.checkpoint import commit, dcp, parts
 from hwfsdp.checkpoint.agreement import ALONE, Agreement
 from hwfsdp.checkpoint.boxes import packed, view_bytes, whole
 from hwfsdp.checkpoint.commit import sync_directory
-from hwfsdp.checkpoint.error_messages import KeyPath, damaged, of_disk, path_of, refusal, refuse, show
-from hwfsdp.checkpoint.error_messages import with_size
+from hwfsdp.checkpoint.error_messages import (
+    KeyPath,
+    check_utf8,
+    damaged,
+    is_utf8,
+    of_disk,
+    path_of,
+    printable,
+)
+from hwfsdp.checkpoint.error_messages import refusal, refuse, show, with_size
 from hwfsdp.checkpoint.loading import Blocks, LoadPlan, Source, read_tensors
 from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Entry, Manifest, TensorEntry, ValueEntry, decode
 from hwfsdp.checkpoint.manifest import check_tree, checksum, name_of_constant
@@ -166,8 +175,8 @@ def _tensor_in(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> T
     nbytes = prod(shape) * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
-    file = str(directory / secrets.token_hex(16))
-    with open(file, "xb") as made:
+    file = directory / secrets.token_hex(16)
+    with open(file, "x+b") as made:
         try:  # on a full disk, a write to mapped memory without room would kill the process
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(made.fileno(), 0, nbytes)
@@ -176,7 +185,8 @@ def _tensor_in(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> T
                     made.write(_ZEROS[: nbytes - start])
         except OSError as error:
             raise with_size(error, file, nbytes) from None
-    return torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8).view(dtype).view(shape)
+        mapped = mmap.mmap(made.fileno(), nbytes)
+    return torch.frombuffer(mapped, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _nested(leaves: dict[KeyPath, Any], kinds: dict[KeyPath, str]) -> dict[Any, Any]:
@@ -261,6 +271,7 @@ class Safetensors(Source):
     def __init__(self, path: Path) -> None:
         with needed_by("safetensors files"):
             import safetensors
+        check_utf8(path, "safetensors")
         self.path = path
         try:
             with safetensors.safe_open(str(path), framework="pt") as file:
@@ -333,6 +344,7 @@ def _write_store(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
     if target.is_dir():
         refuse(target, "a file, or nothing", "a directory", "Choose another path.")
+    check_utf8(target, "safetensors")
     description, _ = describe(state, 1)  # raises for values that JSON and dense tensors cannot hold
     names: dict[KeyPath, str] = {}
     values = {leaf.path: leaf.value for leaf in leaves_of(state)}
@@ -361,7 +373,7 @@ def _check_name(name: str, taken: Collection[str]) -> None:
     if name in taken:
         expected, remedy = "a name of its own for every tensor", "Rename one of the two."
         refuse(name, expected, "two tensors of that name", remedy)
-    if name == "__metadata__" or name.encode(errors="replace").decode() != name:
+    if name == "__metadata__" or not is_utf8(name):
         expected = "a name in Unicode, and not __metadata__, which the format uses"
         refuse(ascii(name), expected, "a tensor of that name", "Rename it.")
 
@@ -430,7 +442,7 @@ class Inspection:
 
     def __str__(self) -> str:
         parameters = sum(entry.nbytes for entry in self.tensors.values() if entry.same_as is None)
-        text = f"{self.path}: {len(self.tensors)} tensors of {parameters:,} bytes and {len(self.values)} other values"
+        text = f"{printable(self.path)}: {len(self.tensors)} tensors of {parameters:,} bytes and {len(self.values)} other values"
         more = f" (beside files that are not part of it: {', '.join(self.unlisted)})" if self.unlisted else ""
         return f"{text}, written by {self.ranks} ranks{more}"
 
@@ -551,5 +563,5 @@ def convert_to(source: Path, target: Path, to: str, overwrite: bool, key: str | 
         print(json.dumps({"from": found.source_format, "tensors": found.tensors, "bytes": found.nbytes}))
     else:
         sizes = f"{found.tensors} tensors of {found.nbytes:,} bytes"
-        print(f"{source} ({found.source_format}) → {target} ({to}): {sizes}")
+        print(f"{printable(source)} ({found.source_format}) → {printable(target)} ({to}): {sizes}")
     return 0

@@ -36,6 +36,16 @@ def printable(subject: object) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(subject))
 
 
+def check_utf8(path: Path, who: str) -> None:
+    """Raise `UsageError` if a path has bytes that are not UTF-8."""
+    if not is_utf8(path):
+        refuse(path, f"a path in UTF-8, the only ones that {who} takes", "another one", "Rename it.")
+
+
+def is_utf8(name: object) -> bool:
+    return str(name).encode(errors="replace").decode() == str(name)
+
+
 def refusal(
     subject: Subject, expected: str, got: str, remedy: str = _COMPARE, kind: type[FSDPError] = UsageError
 ) -> FSDPError:

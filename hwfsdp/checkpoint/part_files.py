@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.boxes import Box, boxes_between, packed, whole
-from hwfsdp.checkpoint.error_messages import KeyPath, check_format, damaged, refuse, show, told
+from hwfsdp.checkpoint.error_messages import KeyPath, check_format, damaged, is_utf8, refuse, show, told
 from hwfsdp.checkpoint.loading import Source
 from hwfsdp.checkpoint.manifest import Chunk, Manifest, TensorEntry, ValueEntry
 from hwfsdp.checkpoint.saving import deal
@@ -159,6 +159,8 @@ def _check_present(directory: Path, ranks: list[int], count: int, expected: str)
 def _read_part(path: Path, options: Mapping[str, Any]) -> dict[Any, Any]:
     os.close(commit.open_file(path, may_be_link=True))  # raises for a pipe, which would never end
     commit.check_archive(path, path)
+    if not is_utf8(path):  # torch could not map it into memory
+        options = {**options, "mmap": False}
     part = commit.load_archive(path, path, options)
     head = {key: part.get(key) for key in (VERSION_KEY, COUNT_KEY)} if isinstance(part, dict) else {}
     version, count = head.get(VERSION_KEY), head.get(COUNT_KEY)

@@ -229,6 +229,25 @@ def test_a_killed_conversion_leaves_nothing_for_good(originals, tmp_path):
         assert os.listdir(folder) == [target.name]
 
 
+def test_a_path_may_have_bytes_that_are_not_UTF_8_except_for_safetensors(originals, tmp_path, capsys):
+    base = tmp_path / os.fsdecode(b"caf\xe9")
+    base.mkdir()
+    for source, to in itertools.pairwise((originals / "part", base / "part", base / "dcp", base / "store")):
+        assert main(["checkpoint", "convert", str(source), str(to), "--to", to.name]) == 0
+        assert r"caf\udce9" in capsys.readouterr().out
+    assert_same(loaded(base / "store"), training_state())
+    assert r"caf\udce9" in str(checkpoint.verify(base / "store"))
+    model = {key: torch.zeros_like(value) for key, value in training_state()["model"].items()}
+    assert parts.load_into(base / "part", model)["step"] == 7
+    assert_same(model, training_state()["model"])
+    shutil.copy(place(originals, "safetensors"), base / "x.safetensors")
+    for source, to in ((originals / "part", base / "safetensors"), (base / "x.safetensors", base / "other")):
+        with pytest.raises(
+            UsageError, match="expected a path in UTF-8, the only ones that safetensors takes"
+        ):
+            convert(source, to, to="safetensors" if to.name == "safetensors" else "store")
+
+
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     for got, path in (("nothing", tmp_path / "x"), ("none of them", tmp_path)):
         with pytest.raises(UsageError, match=f"got {got}"):
