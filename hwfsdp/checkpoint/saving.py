@@ -25,8 +25,10 @@ Note [Saving while training goes on]
 
 Note [Failures find a listener]
     A save that fails in the background fails on all ranks, and the program must learn of it. `wait` raises the error. Without
-    a call of `wait`, the next save raises it. Without a next save, the end of the process reports it: `launch` calls
-    `finish_saves` on its ranks. Any other interpreter prints a message on standard error and exits with status 1.
+    a call of `wait`, the next save raises it on all ranks, also on ranks that had no part in the failed save. `save` asks for it
+    in its first step. `async_save` asks in a step of its own, so that the call itself raises: a program may never call `wait`.
+    Without a next save, the end of the process reports it: `launch` calls `finish_saves` on its ranks. Any other interpreter
+    prints a message on standard error and exits with status 1.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -96,8 +98,7 @@ def save(
             and an earlier checkpoint stays as it was.
     """
     agreement = Agreement(process_group, "save")
-    queue.end_before(agreement)
-    return save_agreed(agreement, *_given(state_dict, path, overwrite, keep))
+    return save_agreed(agreement, *_given(state_dict, path, overwrite, keep, finish_saves))
 
 
 def async_save(
@@ -124,15 +125,22 @@ def async_save(
     """
     # This comes first, because it counts the calls on each rank. A call that fails on one rank must count, too.
     agreement = Agreement(process_group, "save")
-    queue.end_before(agreement)
+    if queue.last is not None:
+        queue.last.failed()  # waits outside the step, whose time is limited
+    agreement.step("ending the save before", finish_saves)
     return queue.start(agreement, *_given(state_dict, path, overwrite, keep))
 
 
 def _given(
-    state_dict: Any, path: str | os.PathLike[str], overwrite: bool, keep: int | None
+    state_dict: Any,
+    path: str | os.PathLike[str],
+    overwrite: bool,
+    keep: int | None,
+    before: Callable[[], None] = lambda: None,
 ) -> tuple[Any, Target]:
-    """Return the state dict and the target. If this fails, return the exception in place of the state dict, so that all ranks raise it."""
+    """Return the state dict and the target. If this or `before` fails, return the exception in place of the state dict: all ranks raise it."""
     try:
+        before()
         return state_dict_of(state_dict), Target(path_of(path, "save").absolute(), overwrite, keep)
     except Exception as error:
         return error, Target(Path())
@@ -522,7 +530,7 @@ class SaveQueue:
     def start(self, agreement: Agreement, state_dict: Any, target: Target) -> SaveHandle:
         """Start a "save"; return its handle as soon as changes to the tensors can no longer change what is saved.
 
-        The previous save has ended (`end_before`), because memory has room for one copy. The handle is kept as `last`.
+        The previous save has ended, because memory has room for one copy. The handle is kept as `last`.
 
         Args:
             state_dict: the state dict, or the exception that came instead of it. Then `wait` raises it on all ranks.
@@ -535,15 +543,6 @@ class SaveQueue:
             staged = error
         self.last = SaveHandle(agreement, staged, target)
         return self.last
-
-    def end_before(self, agreement: Agreement) -> None:
-        """Wait for the previous save. If it failed, and a rank has not raised its error yet, raise the error on all ranks.
-
-        The previous save may have been one of fewer ranks. So the ranks always ask each other, even if this rank knows of no failure.
-        """
-        if self.last is not None:
-            self.last.failed()  # waits outside the step, whose time is limited
-        agreement.step("ending the save before", finish_saves)
 
 
 queue = SaveQueue()

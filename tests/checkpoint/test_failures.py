@@ -282,6 +282,15 @@ def the_next_call_raises_a_failure_of_the_background(base: Path) -> None:
 
 
 @three
+def a_save_has_two_steps_and_one_in_the_background_asks_first_for_failures(base: Path) -> None:
+    with mock.patch.object(Agreement, "step", autospec=True, side_effect=Agreement.step) as step:
+        save(state_dict_of(0), base / "counted")
+        async_save(state_dict_of(1), base / "counted", keep=1).wait()
+    phases = [call.args[1] for call in step.call_args_list]
+    assert phases == ["planning", "writing", "ending the save before", "planning", "writing"]
+
+
+@three
 def saves_in_the_background_hold_the_values_of_their_moment(base: Path) -> None:
     """Save in the background, and train during the saves, all in the same group."""
     state_dict, handles, summed = state_dict_of(0), [], torch.ones(1)
