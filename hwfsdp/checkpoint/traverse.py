@@ -3,7 +3,8 @@
 Containers are mappings, lists, tuples (also named tuples) and dataclasses. Everything else is a leaf, for example a tensor. A
 path is the tuple of keys that lead to a leaf: keys of mappings (an int stays an int), positions, names of fields. This package
 goes through state dicts with two functions: `map_leaves` builds the same containers again around new leaves, and `nodes_of`
-lists leaves and containers. A container that contains itself has no end, so it is refused.
+lists leaves and containers. A container that contains itself has no end, so it is refused. So are more than `DEEPEST` containers,
+one inside the other: functions that call themselves could not follow them.
 
 `flatten_state_dict` names leaves by their paths, joined by dots. Such a name alone does not give the path back: "a.0" may belong
 to a list or to a dict, with an int key or a str key. So the function also returns the structure of the containers. If
@@ -62,6 +63,7 @@ class _Absent:
 
 
 ABSENT = _Absent()
+DEEPEST = 200
 
 
 def brief(value: Any) -> str:
@@ -187,8 +189,9 @@ def nodes_of(tree: Any, path: KeyPath = (), above: dict[int, KeyPath] | None = N
         path, above: of a part of the tree: its path, and the containers around it, by id.
 
     Raises:
-        UsageError: a container contains itself.
+        UsageError: a container contains itself, or containers are nested too deep.
     """
+    check_depth(path)
     above = {} if above is None else above
     if id(tree) in above:
         got = f"the {type(tree).__name__} that is {show(above[id(tree)])}, too"
@@ -199,6 +202,12 @@ def nodes_of(tree: Any, path: KeyPath = (), above: dict[int, KeyPath] | None = N
     for key, child in (items_of(tree) or {}).items():
         yield from nodes_of(child, (*path, key), above)
     del above[id(tree)]
+
+
+def check_depth(path: KeyPath) -> None:
+    if len(path) > DEEPEST:
+        remedy = "Name entries by longer keys instead, or put them into a list."
+        refuse(path[:3], f"at most {DEEPEST} containers, one inside the other", "more", remedy)
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
@@ -397,6 +406,7 @@ def nest(leaves: Mapping[KeyPath, Any], make: Callable[[KeyPath, dict[Any, Any]]
     """
     children: dict[KeyPath, dict[Any, None]] = {(): {}}
     for path in leaves:
+        check_depth(path)
         for n in range(len(path)):
             children.setdefault(path[:n], {})[path[n]] = None
 
@@ -491,6 +501,7 @@ def objects_in(tree: Any) -> Iterator[Found]:
         if type(value) in ATOMIC or id(value) in seen:
             continue
         seen[id(value)] = value
+        check_depth(path)
         yield found
         try:
             parts = _parts_of(value)

@@ -6,8 +6,11 @@ The oracles are equality with the input, and torch's private helpers where they 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,11 +18,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import Pair, Record
+from samples import FORMATS, Pair, Record
 from torch import nn
 from torch.distributed import _state_dict_utils as torchs
 from torch.distributed.checkpoint import _traverse as torchs_checkpoint
 
+from hwfsdp.checkpoint import async_save, parts
+from hwfsdp.checkpoint.staging import StateDictStager
+from hwfsdp.checkpoint.state_dict import gather_state_dict
 from hwfsdp.checkpoint.traverse import (
     ABSENT,
     CompanionMismatch,
@@ -201,6 +207,33 @@ def test_a_cycle_is_an_error_with_both_paths() -> None:
                 go(state_dict)
             assert str(info.value).startswith(f"{again}: ")
             assert f"that is {first}, too." in str(info.value) and "\n" not in str(info.value)
+
+
+def nested(depth: int) -> Any:
+    return functools.reduce(lambda inner, _: {"a": inner}, range(depth), torch.ones(1))
+
+
+def test_nesting_that_goes_too_deep_is_refused_in_words_and_other_nesting_works(tmp_path: Path) -> None:
+    calls: dict[str, Callable[[Any], Any]] = {
+        "flatten": lambda tree: unflatten_state_dict(*flatten_state_dict(tree)),
+        "visit": lambda tree: traverse_state_dict(tree, lambda *_: None, lambda _: True),
+        "unflatten": lambda tree: unflatten_state_dict(
+            {"a": 1}, {"a": ("a",) * (150 if tree is deep else 501)}
+        ),
+        "gather": gather_state_dict,
+        "stage": StateDictStager().stage,
+        "async_save": lambda tree: async_save(tree, tmp_path / "async_save").wait(),
+        "others": lambda tree: parts.save(tmp_path / "others", {}, others=tree),
+    }
+    for name, format in FORMATS.items():
+        calls[name] = lambda tree, name=name, format=format: format.save(tree, tmp_path / name)
+    deep, deeper = nested(150), nested(500)
+    for name, call in calls.items():
+        call(deep)
+        with pytest.raises(
+            UsageError, match="expected at most 200 containers, one inside the other; got more"
+        ):
+            call(deeper)
 
 
 def test_an_object_that_is_shared_without_a_cycle_stays_shared_and_is_visited_at_each_path() -> None:
