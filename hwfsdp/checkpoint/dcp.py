@@ -63,10 +63,10 @@ from hwfsdp.checkpoint.error_messages import KeyPath, check_format, damaged, pat
 from hwfsdp.checkpoint.error_messages import warn_left_out
 from hwfsdp.checkpoint.loading import LoadPlan, Source, load_from
 from hwfsdp.checkpoint.manifest import LARGEST, Chunk, Entry, Manifest, TensorEntry, ValueEntry, dtype_named
-from hwfsdp.checkpoint.meta import NewMemory
+from hwfsdp.checkpoint.meta import NewMemory, stateless_in
 from hwfsdp.checkpoint.saving import brief, by_path, deal, describe_tensor, holders_of
-from hwfsdp.checkpoint.traverse import Leaf, containers_in, flat_key, leaves_of, state_dict_of, place_of
-from hwfsdp.checkpoint.traverse import traverse_state_dict
+from hwfsdp.checkpoint.traverse import Leaf, containers_in, flat_key, is_within, leaves_of, place_of
+from hwfsdp.checkpoint.traverse import state_dict_of, traverse_state_dict
 from hwfsdp.compat import dcp_place
 from hwfsdp.errors import CheckpointError
 
@@ -157,7 +157,9 @@ def _plan_of(target: NewMemory, path: str | os.PathLike[str], opened: ExitStack)
     blobs.manifest = replace(blobs.manifest, entries=common)
     leaves = {at: value for at, value in entries.values() if at in common}
     plan = LoadPlan(blobs, target.state_dict, leaves, has_common=bool(leaves), fresh=target.paths)
-    plan.missing = [repr(key) for key in entries if key not in there]
+    missing = {key: path for key, (path, _) in entries.items() if key not in there}
+    plan.stateless = stateless_in(missing.values(), [blobs.paths.get(key, (key,)) for key in there])
+    plan.missing = [repr(key) for key, path in missing.items() if not is_within(path, plan.stateless)]
     plan.unexpected = [repr(key) for key in there if key not in entries]
     return plan
 

@@ -39,11 +39,11 @@ from __future__ import annotations
 import copy
 import mmap
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import chain, zip_longest
 from operator import add
 from pathlib import Path
@@ -62,9 +62,10 @@ from hwfsdp.checkpoint.error_messages import KeyPath, check_in_common, damaged, 
 from hwfsdp.checkpoint.error_messages import said_once, show, warn_left_out
 from hwfsdp.checkpoint.manifest import PICKLES, Chunk, Manifest, TensorEntry, ValueEntry, aligned, decode
 from hwfsdp.checkpoint.manifest import checksum, header_of, name_of
-from hwfsdp.checkpoint.meta import NewMemory, check_all_filled
+from hwfsdp.checkpoint.meta import NewMemory, check_all_filled, stateless_in
 from hwfsdp.checkpoint.staging import overlaps_itself, view_of
-from hwfsdp.checkpoint.traverse import are_alike, find_per_rank, is_within, items_of, leaves_of, place_of, put
+from hwfsdp.checkpoint.traverse import are_alike, child_of, find_per_rank, is_within, items_of, leaves_of
+from hwfsdp.checkpoint.traverse import place_of, put
 from hwfsdp.errors import CheckpointError
 
 S = TypeVar("S", bound=Mapping[Any, Any] | nn.Module)
@@ -96,7 +97,8 @@ def load(
 
     Args:
         state_dict: take it right before the load. If an optimizer has made no step yet, call `meta.init_optimizer_state` first.
-            After the load, `optimizer.load_state_dict` applies values that are not tensors, for example the learning rate.
+            After the load, `optimizer.load_state_dict` applies values that are not tensors, for example the learning rate. If a
+            parameter of a saved optimizer had no state, because it never had a gradient, its state is taken out of the state dict.
             It may also be a module, which stands for its state dict.
         path: the path that `save` got, or the path of one save in it, of a copy of one, or of a link to any of them.
         strict: the keys must be the same. Otherwise, keys on only one side are left out, and a warning counts and names them.
@@ -158,6 +160,7 @@ class LoadPlan:
         has_common: False if the keys have nothing in common, although they must have.
         missing, unexpected: names of the entries that only the state dict has, and that only the checkpoint has.
         fresh: paths of targets that hold no values yet, because they were on the meta device.
+        stateless: paths of states that the load takes out of the state dict (`meta.stateless_in`).
         tensors: by path, each target tensor of which this rank has a part. `match` adds them.
         values: by path, the new value of each entry that is not a tensor. `match` adds them.
     """
@@ -170,6 +173,7 @@ class LoadPlan:
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     fresh: Collection[KeyPath] = ()
+    stateless: Set[KeyPath] = frozenset()
     tensors: dict[KeyPath, Tensor] = field(default_factory=dict)
     values: dict[KeyPath, Any] = field(default_factory=dict)
 
@@ -200,7 +204,7 @@ def load_from(
         if not together:
             left_out = on_one_side(plan.missing, plan.unexpected)
             check_in_common(what, left_out, strict, plan.has_common or not strict, plan.source.compare)
-        check_all_filled(plan.fresh, plan.leaves)
+        check_all_filled([path for path in plan.fresh if not is_within(path, plan.stateless)], plan.leaves)
         match(plan, allow_cast)
         found.append(plan)
         return [plan.source.manifest.identity, plan.missing, plan.unexpected, plan.has_common]
@@ -297,6 +301,8 @@ def _plan_of(
     missing += [path for path in leaves if is_within(path, apart) and path not in gone]
     common = {path: leaf for path, leaf in leaves.items() if not (path in gone or is_within(path, apart))}
     plan = LoadPlan(source, state_dict, common, has_common=bool(common), fresh=target.paths)
+    plan.stateless = stateless_in(missing, [*manifest.entries, *manifest.containers])
+    missing = [path for path in missing if not is_within(path, plan.stateless)]
     plan.missing, plan.unexpected = (list(map(show, paths)) for paths in (missing, unexpected))
     return plan
 
@@ -662,3 +668,5 @@ def fill(plan: LoadPlan, parts: Mapping[KeyPath, Tensor], directly: Mapping[KeyP
     _run(_jobs(plan, directly))
     for path, value in plan.values.items():
         put(plan.state_dict, path, value)
+    for path in plan.stateless:
+        del reduce(child_of, path[:-1], plan.state_dict)[path[-1]]

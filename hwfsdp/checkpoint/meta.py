@@ -420,6 +420,17 @@ def init_optimizer_state(optimizer: Optimizer) -> None:
         raise _refusal(optimizer, "a step over gradients that are dense and zero", told(error)) from error
 
 
+def stateless_in(missing: Iterable[KeyPath], saved: Iterable[KeyPath]) -> set[KeyPath]:
+    """Return the paths above `missing` to states of parameters that had none when their optimizer was saved. DCP has str as keys."""
+    states = {path[: n + 2] for path in missing for n in range(len(path) - 1) if path[n] == "state"}
+    there = {tuple(map(str, path[:n])) for path in (saved if states else ()) for n in range(len(path) + 1)}
+
+    def is_saved(*path: Any) -> bool:
+        return tuple(map(str, path)) in there
+
+    return {p for p in states if is_saved(*p[:-2], "param_groups") and not is_saved(*p)}
+
+
 def _refusal(optimizer: Optimizer, expected: str, got: str) -> FSDPError:
     what, remedy = type(optimizer).__name__, "Take one training step, and load the checkpoint afterwards."
     return refusal(f"init_optimizer_state({what})", expected, got, remedy, UnsupportedError)

@@ -368,7 +368,7 @@ def _places_in_optimizers(
                 entries[path] = copy.deepcopy(value)
         states = getattr(optimizer, "state", {})
         for index, theirs in saved.items():
-            mine = states.get(params.get(index)) or theirs
+            mine = theirs and states.get(params.get(index)) or theirs  # without a gradient it had no state
             for key, value in _in_common(plan, (*at, "state", index), mine, theirs).items():
                 path = (*at, "state", index, key)
                 entry = parts.manifest.entries.get(path)

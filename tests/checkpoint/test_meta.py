@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import hwfsdp.optim
 from hwfsdp import CPUOffloadPolicy, checkpoint, fully_shard
-from hwfsdp.checkpoint import dcp
+from hwfsdp.checkpoint import dcp, parts
 from hwfsdp.checkpoint.distribute import broadcast_state_dict
 from hwfsdp.checkpoint.meta import check_materialized, init_meta_model, init_optimizer_state, init_state_dict
 from hwfsdp.checkpoint.state_dict import gather_state_dict
@@ -501,6 +501,58 @@ def test_an_optimizer_that_cannot_step_over_zeros_is_refused() -> None:
             init_optimizer_state(optimizer)
         assert not optimizer.state.get(param) and param.grad is None
         assert optimizer.param_groups[0]["params"] == [param]
+
+
+def half_trained(model: nn.Module, optimizer: optim.Optimizer, steps: int) -> None:
+    """Train the first layer. The second one gets no gradient, as an expert that no token chooses."""
+    for _ in range(steps):
+        model[0](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+def two_layers() -> tuple[nn.Module, optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return model, OPTIMIZERS["AdamW"](model.parameters())
+
+
+def load_both(name: str, path: Path, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if name == "part":
+        parts.load_into(path, model, optimizer)
+        return
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    FORMATS[name].load(state, path, model=model)
+    optimizer.load_state_dict(state["optim"])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_parameter_that_never_had_a_gradient_has_no_state_after_a_load_either(name, tmp_path) -> None:
+    expected, theirs = two_layers()
+    half_trained(expected, theirs, 2)
+    if name == "part":
+        parts.save(tmp_path / "c", expected, theirs)
+    else:
+        FORMATS[name].save({"model": expected.state_dict(), "optim": theirs.state_dict()}, tmp_path / "c")
+    for place in ("cpu", "meta", "trained"):
+        with torch.device("meta" if place == "meta" else "cpu"):
+            model, optimizer = two_layers()
+        if place == "trained":
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        init_optimizer_state(optimizer)
+        load_both(name, tmp_path / "c", model, optimizer)
+        check_materialized(model, optimizer)
+        assert_same(optimizer.state_dict(), theirs.state_dict())
+        assert_same(dict(model.state_dict()), dict(expected.state_dict()))
+
+
+@pytest.mark.parametrize("name", ["store", "dcp"])
+def test_a_state_is_missing_if_a_part_of_it_was_saved_or_no_optimizer_was(name, tmp_path) -> None:
+    for number, saved in enumerate(({"param_groups": [], "state": {0: {"step": 1}}}, {"state": {}})):
+        FORMATS[name].save(saved | {"w": torch.ones(1)}, tmp_path / str(number))
+        target = {key: saved[key] for key in saved if key != "state"}
+        target |= {"state": {0: {"step": 1, "exp_avg": torch.zeros(1)}}, "w": torch.zeros(1)}
+        with pytest.raises(UsageError, match=r"missing in the checkpoint: .*exp_avg"):
+            FORMATS[name].load(target, tmp_path / str(number))
 
 
 class Stumbling(optim.Optimizer):

@@ -733,13 +733,14 @@ def test_keys_that_only_an_optimizer_or_only_the_checkpoint_has_are_left_out_on_
     parts.save(tmp_path / "c", model, saved)
     optimizer = stepped(adamw(model, lr=0.1))
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(UsageError, match=r"5 missing in the checkpoint.*; 2 only in the checkpoint"):
+    with pytest.raises(UsageError, match=r"2 missing in the checkpoint.*; 2 only in the checkpoint"):
         parts.load_into(tmp_path / "c", model, optimizer)
     assert_same(optimizer.state_dict(), before)
-    with pytest.warns(UserWarning, match=r"5 missing in the checkpoint.*; 2 only in the checkpoint"):
+    with pytest.warns(UserWarning, match=r"2 missing in the checkpoint.*; 2 only in the checkpoint"):
         parts.load_into(tmp_path / "c", model, optimizer, strict=False)
     before["param_groups"][0]["lr"] = 0.5
     before["state"][0].update({key: saved["state"][0][key] for key in ("step", "exp_avg")})
+    del before["state"][1]
     assert_same(optimizer.state_dict(), before)
 
 
