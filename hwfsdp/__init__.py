@@ -28,6 +28,7 @@ Modules beside the folders:
     lazy_imports       names of a package, loaded when first asked for
     errors             the errors of the package
     optional_packages  packages that only parts of this one need
+    files              files that are written whole or not at all
     torch_releases     the releases of torch that the package supports
     compat             private API of torch, for all folders except core
     streams            for schedules outside the package
@@ -45,7 +46,7 @@ from hwfsdp.lazy_imports import lazy_names
 from hwfsdp.torch_releases import warn_of_other_torch
 
 if TYPE_CHECKING:
-    from . import checkpoint, cli, collectives, comm, compat, core, course, errors, features
+    from . import checkpoint, cli, collectives, comm, compat, core, course, errors, features, files
     from . import interop, launcher, layout, lazy_imports, observe, optim, optional_packages, plot
     from . import streams, torch_releases, train, virtual
     from hwfsdp.features.feature_group import FSDPCommContext as FSDPCommContext

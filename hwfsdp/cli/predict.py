@@ -14,6 +14,7 @@ import torch
 
 from hwfsdp.cli.terminal import answer
 from hwfsdp.errors import UsageError
+from hwfsdp.files import whole_file
 from hwfsdp.layout.explain import Blueprint, explain_on_paper
 from hwfsdp.train.models.zoo import find_builder, find_function, told_in_one_line
 from hwfsdp.virtual import run
@@ -123,4 +124,6 @@ def _draw(found: Sequence[run.Simulation], args: argparse.Namespace) -> None:
 
     title, caption = f"{found[0].target} on {found[0].device.name}", f"Predicted: {run.LIMITS}."
     sweep = args.sweep and plot_scaling(points_of(found), title=title, caption=caption)
-    (sweep or plot_timeline(found[0].log)).savefig(args.png, format="png")
+    figure = sweep or plot_timeline(found[0].log)
+    with whole_file(args.png) as draft:
+        figure.savefig(draft, format="png")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hwfsdp.cli.terminal import answer, check_writable, own_command
+from hwfsdp.files import whole_file, write_whole
 from hwfsdp.launcher.launch import stoppable
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.step_times import WAITS_AT_ONCE
@@ -91,7 +92,7 @@ def _write_demo(result: Result, out: Path) -> None:
     from hwfsdp.plot.memory import plot_memory
     from hwfsdp.plot.timeline import plot_timeline
 
-    (out / "summary.json").write_text(json.dumps(result.summary, indent=2) + "\n")
+    write_whole(out / "summary.json", json.dumps(result.summary, indent=2) + "\n")
     result.log.save(out / "trace.json")
     expected = {"unsharded, closed form": result.summary["expected_peak_unsharded_bytes"]}
     figures = {
@@ -100,7 +101,8 @@ def _write_demo(result: Result, out: Path) -> None:
         "memory": plot_memory(result.log, expected=expected),
     }
     for name, figure in figures.items():
-        figure.savefig(out / f"{name}.png", dpi=150, bbox_inches="tight")
+        with whole_file(out / f"{name}.png") as draft:
+            figure.savefig(draft, format="png", dpi=150, bbox_inches="tight")
 
 
 def _report_of_demo(summary: dict[str, Any], out: Path) -> str:

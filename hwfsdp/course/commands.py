@@ -26,8 +26,9 @@ from hwfsdp import __version__
 from hwfsdp.course.exercises import Course, Exercise, find_course, read_course, read_text
 from hwfsdp.course.progress import Progress
 from hwfsdp.course.stages import CARRIED, OWN_FILE, caught_up, is_given, starter_of
-from hwfsdp.course.text import answer, filled, rendered, write_whole
+from hwfsdp.course.text import answer, filled, rendered
 from hwfsdp.errors import MissingPackageError, UsageError, shown_path
+from hwfsdp.files import write_whole
 
 SIDE_QUEST = "02"  # no later station needs it
 LAST = "10"  # after this station, the student gets the certificate
@@ -206,7 +207,7 @@ def _replace(path: Path, fresh: str) -> Path | None:
     if path.exists() and path.read_bytes() != fresh.encode():
         names = (path.with_name(f"{path.name}.{number}") for number in count(1))
         kept = path.replace(next(name for name in names if not name.exists()))
-    path.write_text(fresh, encoding="utf-8")
+    write_whole(path, fresh)
     return kept
 
 

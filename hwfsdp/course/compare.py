@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from hwfsdp.course.findings import Finding
 from hwfsdp.course.machines import MACHINES, WIDE, Program, Step, askers, probe_step
 from hwfsdp.course.ranks import Course
-from hwfsdp.course.text import rendered, write_whole
+from hwfsdp.course.text import rendered
+from hwfsdp.files import write_whole
 from hwfsdp.optional_packages import needed_by
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import COLLECTIVES, Event

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from hwfsdp.course.findings import MISCONCEPTIONS
 from hwfsdp.course.results import LONGEST, Data, Gradebook, Result
-from hwfsdp.course.text import rendered, write_whole
+from hwfsdp.course.text import rendered
 from hwfsdp.errors import UsageError
+from hwfsdp.files import write_whole
 
 PRAIRIELEARN = 1_000_000  # bytes of a result
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # with these, a spreadsheet computes

@@ -18,6 +18,7 @@ from hwfsdp.course import formats, results, submissions
 from hwfsdp.course.exercises import find_course
 from hwfsdp.course.pool import Options, Pool, kept
 from hwfsdp.errors import UsageError
+from hwfsdp.files import write_whole
 
 
 def grade(paths: Sequence[Path], options: Options, as_json: bool = False) -> int:
@@ -31,7 +32,7 @@ def grade(paths: Sequence[Path], options: Options, as_json: bool = False) -> int
     for folder in ("outcomes", "logs"):
         (options.out / folder).mkdir(parents=True, exist_ok=True)
     settings["seed"] = _seed(options)
-    (options.out / "grading.json").write_text(json.dumps(settings))
+    write_whole(options.out / "grading.json", json.dumps(settings))
     status = kept(lambda: Pool(options, judged, settings).run(theirs))
     if status:
         done = sum(options.outcome(each).exists() for each in theirs)

@@ -40,6 +40,7 @@ from hwfsdp.course.exercises import find_course
 from hwfsdp.course.findings import Finding
 from hwfsdp.course.text import answer, filled
 from hwfsdp.errors import UsageError, did_you_mean
+from hwfsdp.files import write_whole
 
 LETTERS = "ABCDEFGH"
 CHOSEN = ("cause", "fix")  # the questions with choices
@@ -477,7 +478,7 @@ def main(arguments: list[str]) -> int:
     for path in changed:
         print(f"{'wrote' if arguments == ['write'] else 'differs:'} {path.relative_to(root)}")
         if arguments == ["write"]:
-            path.write_text(right[path], encoding="utf-8")
+            write_whole(path, right[path])
     return 0 if arguments == ["write"] or not changed else 1
 
 

@@ -132,10 +132,8 @@ def run_on_rank(script: str, folder: str) -> _OfRank:
 
 def _leave_log(describe_wait: Callable[[], str], folder: Path) -> str:
     """Answer where this rank waits, and write its recording: a rank that hangs cannot do so later."""
-    part = folder / f"{dist.get_rank()}.part"
     with suppress(StateError):  # it has not started recording, or has finished
-        recorded_so_far().save(part)
-        part.rename(part.with_suffix(".json"))
+        recorded_so_far().save(folder / f"{dist.get_rank()}.json")
     return describe_wait()
 
 

@@ -29,7 +29,7 @@ import pytest
 from hwfsdp.course import pages
 from hwfsdp.course.findings import Finding, Outcome
 from hwfsdp.course.progress import remember
-from hwfsdp.course.text import write_whole
+from hwfsdp.files import write_whole
 
 if TYPE_CHECKING:
     from hwfsdp.course.ranks import Course

@@ -37,9 +37,9 @@ from typing import Any
 
 from hwfsdp.course import copies, submissions
 from hwfsdp.course.submissions import Submission
-from hwfsdp.course.text import write_whole
 from hwfsdp.course.walls import descendants, libc, remove, running
 from hwfsdp.errors import UsageError
+from hwfsdp.files import write_whole
 from hwfsdp.launcher.fork_server import adopt_orphans, fork, fork_here, start_method
 
 MINUTES, GRACE = 10.0, 20.0

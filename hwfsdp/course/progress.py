@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hwfsdp.course.exercises import Course, Exercise, find_course, read_text
 from hwfsdp.course.stages import is_given, starter_of
-from hwfsdp.course.text import write_whole
 from hwfsdp.errors import UsageError
+from hwfsdp.files import write_whole
 
 if TYPE_CHECKING:
     from hwfsdp.course.findings import Outcome

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hwfsdp.errors import UsageError
+from hwfsdp.files import write_whole
 
 OWN_FILE = "my_fsdp.py"  # the student's file for all stations
 START, END = "00", "zz"  # the first and the last stage of a file
@@ -180,8 +181,7 @@ def write(root: Path) -> list[Path]:
     """Write the starters that differ, and return their paths."""
     changed = {path: text for path, text in files(root).items() if _text(path) != text}
     for path, text in changed.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     return list(changed)
 
 

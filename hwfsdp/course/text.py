@@ -1,9 +1,8 @@
-"""What commands print, and what they write: text, JSON, pages made of `templates/`."""
+"""What commands print, and the pages that they make of `templates/`."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -39,11 +38,3 @@ def rendered(template: str, **values: Any) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).with_name("templates"))
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template(template).render(**values)
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Write a file, and make its folder. Readers never see a part of the text, even if this process is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    return draft.replace(path)

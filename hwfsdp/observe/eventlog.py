@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import hwfsdp
 from hwfsdp.errors import UsageError
+from hwfsdp.files import whole_file
 from hwfsdp.observe.call_sites import checksums
 from hwfsdp.observe.clocks import RankClock, read_clocks, shifts_to_one_axis
 from hwfsdp.observe.events import COLLECTIVES, Event, Sample
@@ -229,7 +230,8 @@ class EventLog:
             self.about = {**self.about, "code": code}
         text = json.dumps(to_trace(self.events, self.samples, self.about), separators=(",", ":"))
         data = text.encode()
-        Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+        with whole_file(path) as draft:
+            draft.write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
 
     @classmethod
     def load(cls, path: str | Path) -> EventLog:

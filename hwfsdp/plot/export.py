@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from hwfsdp.files import whole_file
 from hwfsdp.observe.eventlog import EventLog, clocks_about
 from hwfsdp.observe.events import Event
 
@@ -42,10 +43,13 @@ def export(log: EventLog, target: Path, to: str, view: View = View()) -> None:
     """
     if to == "perfetto":
         part_of(log, view).save(target)
-    elif to == "csv":
-        write_csv(part_of(log, view), target)
-    else:
-        draw(log, view).savefig(target, dpi=_DPI, bbox_inches="tight", format=to)
+        return
+    found = part_of(log, view) if to == "csv" else draw(log, view)
+    with whole_file(target) as draft:
+        if isinstance(found, EventLog):
+            write_csv(found, draft)
+        else:
+            found.savefig(draft, dpi=_DPI, bbox_inches="tight", format=to)
 
 
 def write_csv(log: EventLog, target: Path) -> None:

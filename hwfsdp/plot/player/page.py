@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hwfsdp.files import whole_file
 from hwfsdp.optional_packages import needed_by
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.plot.player.page_data import pack
@@ -47,7 +48,8 @@ class Page:
 
     def save(self, path: str | Path) -> None:
         """Write the page to a file."""
-        Path(path).write_text(self.text, encoding="utf-8")
+        with whole_file(path) as draft:
+            draft.write_text(self.text, encoding="utf-8")
 
     def __repr__(self) -> str:
         return f"<{self.title}: {len(self.text):,} characters of HTML; save(path) writes them>"
