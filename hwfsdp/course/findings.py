@@ -1,8 +1,8 @@
 """Why a test fails: the finding, what a test said in the end, and what several findings have in common.
 
 A law raises a `Finding` with the id of a misconception and a sentence with names and numbers. `misconceptions.toml` says, by id, what a
-student probably believes, which question leads on, and how close this is to the cause (`rank`). One run asks one question: about the
-finding with the smallest rank. Further findings of the same misconception are one line.
+student probably believes, which question leads on, and of which `kind` it is. One run asks one question: about the finding whose kind is
+closest to the cause. Further findings of the same misconception are one line.
 
 This module loads quickly: it does not import torch.
 """
@@ -16,27 +16,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+KINDS = ("file", "race", "collective", "other", "count", "value")
+
 
 class Misconception(NamedTuple):
     """A student's probable belief or mistake, and a question that leads on.
 
     Attributes:
         fatal: nothing of the exercise after it can be judged. vague: the sentence says what is wrong, but not why, so the test's own question is asked.
-        rank: of several misconceptions, the one with the smallest rank is probably the cause of the others.
+        kind: one of `KINDS`. Of several misconceptions, the one whose kind comes first is probably the cause of the others.
     """
 
     sentence: str
     question: str
     fatal: bool = False
     vague: bool = False
-    rank: int = 3
+    kind: str = "other"
 
 
 MISCONCEPTIONS: dict[str, Misconception] = {
     name: Misconception(**entry)
     for name, entry in tomllib.loads(Path(__file__).with_name("misconceptions.toml").read_text()).items()
 }
-_RACES, _NUMBERS = 1, (2, 5)  # ranks of misconceptions
 OF_FILE = ("not-read", "not-python", "blocked", "not-alone")  # what is wrong with the file as a whole
 # a number that no training gives
 _UNWRITTEN = re.compile(r"\bnan\b|\b[+-]?\d(\.\d+)?e[+-](3\d|[4-9]\d|\d{3})\b")
@@ -158,7 +159,7 @@ class Outcome:
 
 
 def cause_of(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """Return the failed test that probably explains the others: the smallest rank, then the exercise's own tests, then the first.
+    """Return the failed test that probably explains the others: the kind closest to the cause, then the exercise's own tests, then the first.
 
     Bonuses come last.
     """
@@ -175,16 +176,17 @@ def folded(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
     of_race = None
     for each in sorted((each for each in outcomes if each.finding), key=_order):
         assert each.finding is not None
-        kind, rank = each.finding.misconception, each.finding.known.rank
-        if not found and each.own and rank == _RACES:
-            of_race = kind
-        if of_race and not each.own and rank in _NUMBERS and each.finding.expected is not None:
-            kind = of_race
-        found.setdefault(kind, []).append(each)
+        name, kind = each.finding.misconception, each.finding.known.kind
+        if not found and each.own and kind == "race":
+            of_race = name
+        has_numbers = kind in ("collective", "value") and each.finding.expected is not None
+        if of_race and not each.own and has_numbers:
+            name = of_race
+        found.setdefault(name, []).append(each)
     return list(found.values())
 
 
 def _order(outcome: Outcome) -> tuple[bool, bool, int, bool]:
     assert outcome.finding is not None
     known = outcome.finding.known
-    return not known.fatal, outcome.bonus, known.rank, not outcome.own
+    return not known.fatal, outcome.bonus, KINDS.index(known.kind), not outcome.own

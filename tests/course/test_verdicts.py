@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from hwfsdp.course.findings import Finding, Outcome, cause_of, folded
+from hwfsdp.course.findings import KINDS, MISCONCEPTIONS, Finding, Outcome, cause_of, folded
 from hwfsdp.course.pages import Style, verdict
 
 
@@ -23,7 +23,8 @@ def names(outcomes: list[Outcome]) -> list[list[str]]:
     return [[each.test for each in of] for of in folded(outcomes)]
 
 
-def test_the_cause_is_the_smallest_rank_then_the_exercises_own_test() -> None:
+def test_the_cause_is_of_the_first_kind_then_the_exercises_own_test() -> None:
+    assert {each.kind for each in MISCONCEPTIONS.values()} == {*KINDS}
     value, wait = failed("05.step", "wrong-value"), failed("05.bytes", "used-before-wait")
     assert cause_of([failed("03.trains", "used-before-wait", own=False), value, wait]) is wait
     assert cause_of([]) is None
