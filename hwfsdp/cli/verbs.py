@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -395,7 +396,7 @@ def _teach(verbs: Verbs) -> None:
 
 def _grading(add: Add) -> None:
     jobs = "number of submissions to grade at once (default: one for each core)"
-    add("--jobs", metavar="N", type=whole(1), help=jobs)
+    add("--jobs", metavar="N", type=whole(1), default=os.cpu_count() or 1, help=jobs)
     seed = "seed of models, sizes and inputs (default: a new one each time)"
     add("--seed", type=whole(0), help=seed)
     secret = "make seeds and sizes from the secret in this file; students then read no values"

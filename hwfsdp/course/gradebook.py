@@ -8,11 +8,11 @@ these files. To grade one submission again, delete its file.
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hwfsdp.course import formats, results, submissions
 from hwfsdp.course.exercises import find_course
@@ -70,20 +70,17 @@ def _seed(options: Options) -> int:
 
 def command(
     submission: Sequence[Path],
-    single: bool,
     out: Path,
     format: str,
-    jobs: int | None,
-    resume: bool,
-    seed: int | None,
     secret: Path | None,
-    upto: int | None,
-    only: tuple[str, ...],
-    minutes: float,
     exercises: Path | None,
     as_json: bool,
+    **asked: Any,
 ) -> int:
     """Grade, as `hwfsdp grade` asks for it. Return the exit status.
+
+    Args:
+        asked: the other fields of `Options`.
 
     Raises:
         UsageError: an option cannot be used.
@@ -99,13 +96,7 @@ def command(
         exercises=(exercises or find_course().root / "exercises").resolve(),
         out=out.resolve(),
         formats=formats.chosen(format),
-        jobs=jobs or os.cpu_count() or 1,
-        seed=seed,
         secret=secret and secret.resolve(),
-        upto=upto,
-        only=only,
-        single=single,
-        resume=resume,
-        minutes=minutes,
+        **asked,
     )
     return grade([path.absolute() for path in submission], options, as_json)
