@@ -43,6 +43,7 @@ from hwfsdp.course.text import answer
 from hwfsdp.errors import RankError, StateError, UsageError, in_one_line
 from hwfsdp.launcher import pickling, worker
 from hwfsdp.launcher.launch import run_ranks
+from hwfsdp.launcher.supervisor import RankOptions
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.recording import record, recorded_so_far
@@ -93,14 +94,9 @@ def _run(script: Path, folder: Path) -> Run:
     printed: list[str] = []
     call = pickling.dumps((run_on_rank, (str(script), str(folder)), {}))
     environ = {name: value for name, value in os.environ.items() if name not in _SWITCHES}
-    how: dict[str, Any] = {
-        "write": printed.append,
-        "unpickle": pickle.loads,
-        "environ": environ,
-        "still": STILL,
-    }
+    options = RankOptions(SECONDS, printed.append, pickle.loads, environ=environ, still=STILL)
     try:
-        found: list[_OfRank] = run_ranks(call, WORLD_SIZE, SECONDS, "cpu", **how)
+        found: list[_OfRank] = run_ranks(call, WORLD_SIZE, options)
     except RankError as error:
         if error.reason != "late":
             raise

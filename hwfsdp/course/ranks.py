@@ -45,7 +45,7 @@ from hwfsdp.course.walls import Watch, plan, read_from_rank, remove
 from hwfsdp.errors import RankError
 from hwfsdp.launcher import pickling
 from hwfsdp.launcher import launch as launcher
-from hwfsdp.launcher.supervisor import LARGEST_REPORT, read_message
+from hwfsdp.launcher.supervisor import LARGEST_REPORT, RankOptions, read_message
 
 if TYPE_CHECKING:
     from hwfsdp.course.scenarios import Scenario
@@ -305,10 +305,17 @@ class Course:
         walls = plan(folder, self.hidden, shared)
         order = Order(tuple(questions), str(self.path), self.text, str(folder), walls)
         call = pickling.dumps((on_rank, (order,), {}))
-        more: dict[str, Any] = {"environ": _environment(folder), "prepare": walls.enter, "still": STILL}
+        options = RankOptions(
+            WAIT,
+            write,
+            unpickle=None,
+            environ=_environment(folder),
+            prepare=walls.enter,
+            still=STILL,
+            started=watch.started,
+        )
         with watch:
-            more |= {"started": watch.started, "write": write, "unpickle": None}
-            packed = launcher.run_ranks(call, world_size, WAIT, "cpu", **more)
+            packed = launcher.run_ranks(call, world_size, options)
         return [unpack(_bytes_of(data)) for data in packed]
 
     def _read(

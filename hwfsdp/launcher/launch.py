@@ -25,7 +25,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -35,8 +35,8 @@ import torch.distributed as dist
 from hwfsdp.errors import UsageError, WrongTypeError
 from hwfsdp.launcher import pickling
 from hwfsdp.launcher.fork_server import left_to_import
-from hwfsdp.launcher.supervisor import Caller, Rank, end_ranks, start_ranks
-from hwfsdp.launcher.pickling import Script, find_script, for_the_same_script, pickle_call, refuse_import
+from hwfsdp.launcher.supervisor import Caller, Rank, RankOptions, end_ranks, start_ranks
+from hwfsdp.launcher.pickling import find_script, for_the_same_script, pickle_call, refuse_import
 from hwfsdp.launcher.worker import (
     Task,
     address_under_torchrun,
@@ -122,55 +122,37 @@ def launch(  # type: ignore[misc]  # `fn` may have a parameter `timeout` or `dev
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _run_under_torchrun(lambda: fn(*args, **kwargs), world_size, timeout, device)
     call = pickle_call(fn, args, kwargs)
-    how: dict[str, Any] = {"write": _show, "unpickle": pickle.loads, "script": find_script()}
-    return run_ranks(call, world_size, timeout, device, **how)
+    return run_ranks(call, world_size, RankOptions(timeout, _show, pickle.loads, device, find_script()))
 
 
-def run_ranks(
-    call: bytes,
-    world_size: int,
-    timeout: float | None,
-    device: str,
-    *,
-    write: Callable[[str], None],
-    unpickle: Callable[[bytes], Any] | None,
-    environ: Mapping[str, str] | None = None,
-    prepare: Callable[[str], object] | None = None,
-    script: Script | None = None,
-    still: float | None = None,
-    started: Callable[[list[int]], object] = lambda pids: None,
-) -> list[Any]:
+def run_ranks(call: bytes, world_size: int, options: RankOptions) -> list[Any]:
     """Launch ranks like `launch`, for callers that must not trust their ranks (see `supervisor`, Note [Messages]).
 
     Args:
         call: the function, its arguments and keywords, pickled by `pickling.dumps`.
-        write: called with the text that ranks print.
-        unpickle: called with the pickled results of ranks; their exceptions are unpickled, too. None: nothing from a rank is
-            unpickled. Then results stay pickled bytes, and errors are text.
-        environ: environment of the ranks. None: the caller's. The ranks meet in a folder below its TMPDIR.
-        prepare: called in each rank's process before anything else, with the folder where the ranks meet. If it raises an error,
-            the rank ends.
-        script: the caller's `__main__`. Ranks get it, too (`pickling`). None: they do not.
-        still: seconds after which the call ends if no rank computes or wakes (`supervisor`, Note [Ranks that stand still]). None: it
-            does not end for this reason.
-        started: called with the process ids of the ranks.
     """
-    environ = dict(os.environ if environ is None else environ)
+    environ = dict(os.environ if options.environ is None else options.environ)
     with tempfile.TemporaryDirectory(prefix="hwfsdp-", dir=environ.get("TMPDIR")) as rendezvous:
-        limit = timeout + _ASKED_FIRST if timeout else COLLECTIVE_TIMEOUT
-        threads = max(1, (os.cpu_count() or 1) // world_size)
-        first, isatty = None if prepare is None else pickling.dumps(prepare), sys.stdout.isatty()
-        modules = left_to_import()
         task = Task(
-            call, world_size, device, limit, rendezvous, environ, threads, isatty, modules, first, script
+            call,
+            world_size,
+            options.device,
+            collective_timeout=options.timeout + _ASKED_FIRST if options.timeout else COLLECTIVE_TIMEOUT,
+            folder=rendezvous,
+            environ=environ,
+            threads=max(1, (os.cpu_count() or 1) // world_size),
+            isatty=sys.stdout.isatty(),
+            modules=left_to_import(),
+            prepare=None if options.prepare is None else pickling.dumps(options.prepare),
+            script=options.script,
         )
         ranks = start_ranks(task)
-        started([rank.process.pid or 0 for rank in ranks])
+        options.started([rank.process.pid or 0 for rank in ranks])
         _running.append(ranks)
         if stop_requested.is_set():
             _ask_to_stop(ranks)
         try:
-            return Caller(ranks, timeout, write, unpickle, still).collect()
+            return Caller(ranks, options).collect()
         finally:
             _running.remove(ranks)
             end_ranks(ranks)

@@ -6,7 +6,7 @@ Note [Which rank failed first]
     about a lost connection.
 
 Note [Ranks that stand still]
-    A caller that knows that its ranks never sleep on purpose need not wait for its timeout (`Caller.still`). It ends the call as
+    A caller that knows that its ranks never sleep on purpose need not wait for its timeout (`RankOptions.still`). It ends the call as
     soon as all ranks sleep, and none of them has woken for so many seconds. A rank that computes, that waits for a processor or
     for a disk, does not sleep, so a crowded machine makes nothing late. Ranks that wake now and then, and sleep at each of many
     looks, wait in a loop for something that does not come. This takes `_DOZING` times as long to be sure. On macOS, nothing tells
@@ -49,6 +49,7 @@ from hwfsdp.comm import flight_recorder
 from hwfsdp.comm.desync_report import Report, describe_divergence, place_in
 from hwfsdp.errors import TRACEBACK_BELOW, RankError, in_one_line
 from hwfsdp.launcher.fork_server import start_method, start_server
+from hwfsdp.launcher.pickling import Script
 from hwfsdp.launcher.worker import Task, run_rank
 
 _SILENT, _GONE = "does not answer", "gone"
@@ -164,24 +165,43 @@ def _hidden_main() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-@dataclass
-class Caller:
-    """The reader of the ranks' messages. It reads until all ranks have returned, one has failed, or time is up.
+@dataclass(frozen=True)
+class RankOptions:
+    """How ranks run, and what their caller does with what they say.
 
     Attributes:
-        timeout, write, unpickle, still: as for `launch.run_ranks`.
+        timeout, device: as for `launch.launch`.
+        write: called with the text that ranks print.
+        unpickle: called with the pickled results of ranks; their exceptions are unpickled, too. None: nothing from a rank is
+            unpickled. Then results stay pickled bytes, and errors are text.
+        script: the caller's `__main__`. Ranks get it, too (`pickling`). None: they do not.
+        environ: environment of the ranks. None: the caller's. The ranks meet in a folder below its TMPDIR.
+        prepare: called in each rank's process before anything else, with the folder where the ranks meet. If it raises an error,
+            the rank ends.
+        still: seconds after which the call ends if no rank computes or wakes (Note [Ranks that stand still]). None: it does not end
+            for this reason.
+        started: called with the process ids of the ranks.
     """
 
-    ranks: list[Rank]
     timeout: float | None
     write: Callable[[str], None]
     unpickle: Callable[[bytes], Any] | None
+    device: str = "cpu"
+    script: Script | None = None
+    environ: Mapping[str, str] | None = None
+    prepare: Callable[[str], object] | None = None
     still: float | None = None
+    started: Callable[[list[int]], object] = lambda pids: None
 
-    def __post_init__(self) -> None:
-        self.deadline = time.monotonic() + self.timeout if self.timeout else None
+
+class Caller:
+    """The reader of the ranks' messages. It reads until all ranks have returned, one has failed, or time is up."""
+
+    def __init__(self, ranks: list[Rank], options: RankOptions) -> None:
+        self.ranks, self.options, self.still = ranks, options, options.still
+        self.deadline = time.monotonic() + options.timeout if options.timeout else None
         self.was_still = False
-        for rank in self.ranks if self.unpickle is None else ():
+        for rank in ranks if options.unpickle is None else ():
             rank.inbox.largest = LARGEST_REPORT
 
     def collect(self) -> list[Any]:
@@ -196,7 +216,7 @@ class Caller:
                 waited = (
                     f"nothing has happened for {self.still:g} s"
                     if self.was_still
-                    else f"no return within {self.timeout:g} s"
+                    else f"no return within {self.options.timeout:g} s"
                 )
                 raise _time_out(self.ranks, waited)
         return [rank.result for rank in self.ranks]
@@ -244,16 +264,17 @@ class Caller:
 
     def take_in(self, rank: Rank, kind: str, content: Any) -> None:
         """Handle a message by its kind."""
+        unpickle = self.options.unpickle
         if kind == "print":
-            self.write(content)
+            self.options.write(content)
         elif kind == "return":
             try:
-                rank.finished, rank.result = True, self.unpickle(content) if self.unpickle else content
+                rank.finished, rank.result = True, unpickle(content) if unpickle else content
             except Exception as error:
                 rank.fail("raised", f"a result that cannot be unpickled: {error!r}", cause=error)
         elif kind == "raise":
             got, traceback, exception = content
-            rank.fail("raised", got, traceback, _unpickled(exception) if self.unpickle else None)
+            rank.fail("raised", got, traceback, _unpickled(exception) if unpickle else None)
 
 
 def _checked(message: Any) -> tuple[str, Any]:

@@ -31,8 +31,8 @@ from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch
 from hwfsdp.launcher import supervisor
 from hwfsdp.launcher import launch as launching
 from hwfsdp.launcher import worker
-from hwfsdp.launcher.supervisor import read_message
 from hwfsdp.launcher.launch import run_ranks
+from hwfsdp.launcher.supervisor import RankOptions, read_message
 
 
 def all_end(pids: list[int], seconds: float = 20) -> bool:
@@ -381,7 +381,7 @@ def evil(tmp_path: Path) -> Iterator[Path]:
 
 def untrusted(fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
     call = cloudpickle.dumps((fn, args, {}))
-    return run_ranks(call, 1, timeout, "cpu", write=lambda text: None, unpickle=None)
+    return run_ranks(call, 1, RankOptions(timeout, write=lambda text: None, unpickle=None))
 
 
 def own_connection() -> Connection:
@@ -487,7 +487,7 @@ def test_ranks_that_sleep_are_still_although_threads_take_a_little_time(
         now[0] += 0.5
         return now[0] > 60
 
-    caller = supervisor.Caller([], 100.0, lambda text: None, None, still=3.0)
+    caller = supervisor.Caller([], RankOptions(100.0, lambda text: None, None, still=3.0))
     caller.deadline = None
     monkeypatch.setattr(caller, "read_messages", look)
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
