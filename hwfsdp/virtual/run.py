@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import gc
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -147,35 +147,31 @@ def simulate(
     world = World(gpus, figures)
     with world.entered():
         run = program(step_or_model, plan, gpus)
-        world.allocator.pack()  # the function may have built a whole model before it sharded it
-        run.step()
-        gc.collect()
-        world.allocator.reset_peak()
-        world.restart()
-        with record(ledger=_NamingLedger(world.allocator)) as log:
-            run.step()
-            world.clock.synchronize()
-        log.about["device"] = VIRTUAL + figures.name
-        seconds = world.clock.host / 1e6
-        if not seconds:
-            raise UsageError(
-                "simulate",
-                expected="a step that computes",
-                got="one that called no operator",
-                remedy="The step must run forward, backward and optimizer each time it is called.",
-            )
-        tokens = run.tokens or (plan.batch * plan.seq if "seq" in settings else None)
-        measured = Measured(seconds, tokens, run.tokens is None, log)
-        return _result(_name_of(step_or_model), plan, world, measured)
+        log = _record_second(run.step, world)
+        is_step = run.tokens is None
+        tokens = plan.batch * plan.seq if is_step and "seq" in settings else run.tokens
+        return _result(_name_of(step_or_model), plan, world, log, tokens, is_step)
 
 
-class Measured(NamedTuple):
-    """A measured step: its time, its tokens per GPU (None: unknown), True if the target made the step, and its log."""
-
-    seconds: float
-    tokens: int | None
-    is_step: bool
-    log: EventLog
+def _record_second(step: Callable[[], Any], world: World) -> EventLog:
+    """Run a step as a warm-up, then once more from time 0, and return the log of the second one."""
+    world.allocator.pack()  # the function may have built a whole model before it sharded it
+    step()
+    gc.collect()
+    world.allocator.reset_peak()
+    world.restart()
+    with record(ledger=_NamingLedger(world.allocator)) as log:
+        step()
+        world.clock.synchronize()
+    log.about["device"] = VIRTUAL + world.device.name
+    if not world.clock.host:
+        raise UsageError(
+            "simulate",
+            expected="a step that computes",
+            got="one that called no operator",
+            remedy="The step must run forward, backward and optimizer each time it is called.",
+        )
+    return log
 
 
 class _NamingLedger(Ledger):
@@ -222,14 +218,16 @@ def _name_of(target: Target) -> str:
     return getattr(target, "__qualname__", None) or type(target).__name__
 
 
-def _result(name: str, plan: Plan, world: World, measured: Measured) -> Simulation:
-    device, allocator, seconds, log = world.device, world.allocator, measured.seconds, measured.log
+def _result(
+    name: str, plan: Plan, world: World, log: EventLog, tokens: int | None, is_step: bool
+) -> Simulation:
+    device, allocator, seconds = world.device, world.allocator, world.clock.host / 1e6
     rate = mfu = None
-    if measured.tokens:
-        rate = measured.tokens / seconds
+    if tokens:
+        rate = tokens / seconds
         about = read_about(log.about)
         params = sum(prod(p.shape) for group in (about.groups if about else ()) for p in group.params)
-        flops = 6.0 * params * measured.tokens + _ATTENTION * world.attention_flops
+        flops = 6.0 * params * tokens + _ATTENTION * world.attention_flops
         mfu = flops / seconds / device.peak(str(plan.param_dtype).removeprefix("torch."))
     steps = max(1, len(log.finished_steps))  # the summary gives their mean
     usable = _USABLE * device.memory
@@ -246,7 +244,7 @@ def _result(name: str, plan: Plan, world: World, measured: Measured) -> Simulati
         peak_allocated_gib=allocator.peak / GIB,
         peak_by_kind=allocator.peak_by_kind(),
         fits=allocator.peak <= usable,
-        is_step=measured.is_step,
+        is_step=is_step,
         log=log,
     )
 
