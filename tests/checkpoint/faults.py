@@ -168,10 +168,10 @@ def state_dict_of(seed: int) -> dict[str, Any]:
     return {"a": whole, "b": other, "step": seed}
 
 
-def loaded_from(path: Path) -> int | None:
-    """Return the seed whose state dict a checkpoint holds; None if it is not exactly one of them."""
+def loaded_from(path: Path, group: Any = None) -> int | None:
+    """Return the seed whose state dict a checkpoint holds; None if it is not exactly one of them. `group`: the ranks that load together."""
     target = emptied(state_dict_of(0))
-    load(target, path)
+    load(target, path, process_group=group)
     seed: int = target["step"]
     return seed if exactly(target) == exactly(state_dict_of(seed)) else None
 

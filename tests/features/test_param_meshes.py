@@ -42,7 +42,6 @@ from oracles import (
     compare_traffic,
     differences,
     grid,
-    train,
     unequal,
 )
 
@@ -130,15 +129,13 @@ class Mixture(nn.Module):
 
 
 class Mixtures(models.Stem):
-    """Mixtures between two layers of the root. They run in the order of `path`."""
+    """Mixtures between two layers of the root."""
 
-    path: tuple[int, ...] = (0, 1, 2)
     recomputes = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        for number in self.path:
-            block = self.blocks[number]
+        for block in self.blocks:
             x = x + (recompute(block, x, use_reentrant=False) if self.recomputes else block(x))
         return self.head(x)
 
@@ -231,12 +228,14 @@ ours, theirs = (functools.partial(on_meshes, package) for package in (hwfsdp, fs
 # --- The same values as FSDP2 ------------------------------------------------------------------------------
 
 
+def two_steps(training: Training) -> None:
+    training.steps(2)
+
+
 def case(
-    scenario: Any = train, sizes: Sequence[int] = (5, 6, 3), how: str = "blocks", **options: Any
+    scenario: Any = two_steps, sizes: Sequence[int] = (5, 6), how: str = "blocks", **options: Any
 ) -> Case:
-    attributes = {
-        name: options.pop(name) for name in ("experts_first", "path", "recomputes") if name in options
-    }
+    attributes = {name: options.pop(name) for name in ("experts_first", "recomputes") if name in options}
     return Case(functools.partial(mixtures, sizes, **attributes), scenario, how, options, on_meshes)
 
 
@@ -245,7 +244,7 @@ def prefetching(training: Training) -> None:
     first, second, third = training.model.blocks
     first.set_modules_to_forward_prefetch([second, third])
     third.set_modules_to_backward_prefetch([second, first])
-    training.steps()
+    training.steps(2)
 
 
 def idle(training: Training) -> None:
@@ -253,7 +252,7 @@ def idle(training: Training) -> None:
     training.call("set_reduce_scatter_unused_params", True)
     for block in training.model.blocks:
         block.has_tokens = dist.get_rank() != 0
-    training.steps()
+    training.steps(2)
 
 
 CASES: dict[str, Case] = {
@@ -269,7 +268,7 @@ CASES: dict[str, Case] = {
     ),
     "a list of blocks; experts without tokens": case(idle, how="lists"),
     "accumulate nb": case(functools.partial(accumulate, pattern="nb")),
-    "prefetch lists, offloaded": case(prefetching, offload=True),
+    "prefetch lists, offloaded": case(prefetching, sizes=(5, 6, 3), offload=True),
 }
 PARALLEL: dict[str, Case] = {
     "uneven experts in parallel": case(sizes=(6, 4, 2), parallel=True),

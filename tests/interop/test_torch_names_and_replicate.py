@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import os
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -29,6 +31,7 @@ from torch.distributed.tensor import Shard
 
 import hwfsdp
 import models
+from hwfsdp import launch
 from hwfsdp.errors import RefusedError
 from hwfsdp.train.implementations import sharder
 from oracles import BITS, Trace, cpu_mesh, differences, fresh, objective, rank_rows
@@ -170,33 +173,58 @@ model(torch.ones(2, 3)).sum().backward()
 print(model[0].weight.grad.full_tensor().sum().item(), FSDPModule.__module__, sys.argv[1:])
 torch.distributed.destroy_process_group()
 """
+FAILS = """
+def f():
+    raise OSError(sys.path[0])
+if "--fail" in sys.argv:
+    f()
+"""
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+STARTUP = str(Path(hwfsdp.__file__).parent / "startup")
 
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("client") / "train.py"
-    path.write_text(CLIENT)
+    path.write_text(CLIENT + FAILS)
     return path
 
 
-def said_by(*command: object, **environ: str) -> str:
-    environment = {**os.environ, **ALONE, **environ}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment
+def run_by(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    options["env"] = {**os.environ, **ALONE, **options.get("env", {})}
+    return subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300, **options
     )
+
+
+def said_by(*command: object) -> str:
+    done = run_by(*command)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_a_program_of_torchs_runs_on_ours_unchanged(client: Path) -> None:
-    """In the process of `swap`, and in a process that Python starts with an environment variable."""
-    startup = str(Path(hwfsdp.__file__).parent / "startup")
-    number, module, args = said_by(client, "--lr", 1).split(maxsplit=2)
-    assert module.startswith("torch.") and args == "['--lr', '1']\n"
-    swapped = f"{number} hwfsdp.features.module {args}"
-    assert said_by("-m", "hwfsdp", "swap", client, "--lr", 1) == swapped
-    assert said_by(client, "--lr", 1, PYTHONPATH=startup) == swapped
+def as_torchs() -> str:
+    """Run the program on a rank, which has imported torch and has a process group. Return what it prints."""
+    lines = [line for line in CLIENT.splitlines() if "process_group" not in line]
+    with redirect_stdout(io.StringIO()) as said:
+        exec("\n".join(lines), {})
+    return said.getvalue()
+
+
+def test_a_program_of_torchs_runs_on_ours_unchanged(client: Path, tmp_path: Path) -> None:
+    """In the process of `swap`, and in a process that Python starts with an environment variable.
+
+    The program's error is shown as Python shows it, and imports begin in the script's folder, not in the current folder.
+    """
+    number, module = launch(as_torchs, 1, timeout=100)[0].split()[:2]
+    assert module.startswith("torch.")
+    paths = os.pathsep.join([STARTUP, os.environ.get("PYTHONPATH", "")])
+    swapped = run_by("-m", "hwfsdp", "swap", client, "--fail", cwd=tmp_path)
+    by_python = run_by(client, "--fail", cwd=tmp_path, env={"PYTHONPATH": paths})
+    for done in (swapped, by_python):
+        assert (done.returncode, done.stdout) == (1, f"{number} hwfsdp.features.module ['--fail']\n")
+    python_s_own = [line for line in by_python.stderr.splitlines() if "<frozen runpy>" not in line]
+    assert swapped.stderr.splitlines() == python_s_own and str(client.parent) in python_s_own[-1]
 
 
 @pytest.mark.long
@@ -204,26 +232,6 @@ def test_processes_that_the_program_starts_are_swapped_too(client: Path) -> None
     torchrun = "torch.distributed.run --standalone --nproc-per-node=2".split()
     said = said_by("-m", "hwfsdp", "swap", "-m", *torchrun, client)
     assert said.count("hwfsdp.features.module") == 2
-
-
-FAILING = "import sys\ndef f():\n    raise OSError(sys.path[0])\nf()\n"
-
-
-def test_an_error_of_the_program_is_shown_as_python_shows_it(tmp_path: Path) -> None:
-    """The traceback is the same, and imports begin in the script's folder, not in the current folder."""
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    (folder / "fails.py").write_text(FAILING)
-    program = str(folder / "fails.py")
-    plain, swapped = (
-        subprocess.run(
-            [sys.executable, *command, program], capture_output=True, text=True, timeout=300, cwd=tmp_path
-        )
-        for command in ([], ["-m", "hwfsdp", "swap"])
-    )
-    assert plain.returncode == swapped.returncode == 1
-    python_s_own = [line for line in plain.stderr.splitlines() if "<frozen runpy>" not in line]
-    assert swapped.stderr.splitlines() == python_s_own and str(folder) in python_s_own[-1]
 
 
 def test_what_would_compare_hwfsdp_with_itself_does_not_start() -> None:
@@ -262,12 +270,6 @@ assert isinstance(sharded, home.FSDPModule) and home.fully_shard is hwfsdp.fully
 
 def test_a_program_does_not_start_with_torchs_names_if_ours_cannot_be_put_there(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('torch is damaged')")
-    paths = os.pathsep.join([str(Path(hwfsdp.__file__).parent / "startup"), str(tmp_path)])
-    done = subprocess.run(
-        [sys.executable, "-c", "print('started')"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
+    done = run_by("-c", "print('started')", env={"PYTHONPATH": os.pathsep.join([STARTUP, str(tmp_path)])})
     assert done.returncode != 0 and done.stdout == ""
     assert "hwfsdp swap: torch is damaged" in done.stderr
