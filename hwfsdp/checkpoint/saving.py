@@ -39,7 +39,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -98,7 +98,7 @@ def save(
             and an earlier checkpoint stays as it was.
     """
     agreement = Agreement(process_group, "save")
-    return save_agreed(agreement, *_given(state_dict, path, overwrite, keep, finish_saves))
+    return save_agreed(agreement, *_given(state_dict, path, overwrite, keep, before=finish_saves))
 
 
 def async_save(
@@ -128,7 +128,9 @@ def async_save(
     if queue.last is not None:
         queue.last.failed()  # waits outside the step, whose time is limited
     agreement.step("ending the save before", finish_saves)
-    return queue.start(agreement, *_given(state_dict, path, overwrite, keep))
+    given = _given(state_dict, path, overwrite, keep, copy=queue.stager.stage)
+    queue.last = SaveHandle(agreement, *given)
+    return queue.last
 
 
 def _given(
@@ -136,12 +138,14 @@ def _given(
     path: str | os.PathLike[str],
     overwrite: bool,
     keep: int | None,
+    *,
     before: Callable[[], None] = lambda: None,
+    copy: Callable[[Any], Any] = lambda given: given,
 ) -> tuple[Any, Target]:
-    """Return the state dict and the target. If this or `before` fails, return the exception in place of the state dict: all ranks raise it."""
+    """Return the state dict, copied, and the target. If anything fails, return the exception in place of the state dict: all ranks raise it."""
     try:
         before()
-        return state_dict_of(state_dict), Target(path_of(path, "save").absolute(), overwrite, keep)
+        return copy(state_dict_of(state_dict)), Target(path_of(path, "save").absolute(), overwrite, keep)
     except Exception as error:
         return error, Target(Path())
 
@@ -486,7 +490,7 @@ def _lay_out(manifest: Manifest, holders: dict[Boxed, list[int]], world_size: in
 
 
 class SaveHandle:
-    """A save that is under way, in a thread of its own."""
+    """A save that is under way, in a thread of its own. It has a copy of the state dict, or the exception that came instead of it."""
 
     def __init__(self, agreement: Agreement, state_dict: Any, target: Target) -> None:
         self._heard = False  # whether `wait` was called
@@ -515,6 +519,7 @@ class SaveHandle:
         return self._saved.exception() is not None and not (unheard and self._heard)
 
 
+@dataclass
 class SaveQueue:
     """The saves of this process, one under way at a time.
 
@@ -523,26 +528,8 @@ class SaveQueue:
             it may have ended long ago.
     """
 
-    def __init__(self) -> None:
-        self.stager = StateDictStager()
-        self.last: SaveHandle | None = None
-
-    def start(self, agreement: Agreement, state_dict: Any, target: Target) -> SaveHandle:
-        """Start a "save"; return its handle as soon as changes to the tensors can no longer change what is saved.
-
-        The previous save has ended, because memory has room for one copy. The handle is kept as `last`.
-
-        Args:
-            state_dict: the state dict, or the exception that came instead of it. Then `wait` raises it on all ranks.
-        """
-        staged: Any = state_dict
-        try:
-            if not isinstance(state_dict, Exception):
-                staged = self.stager.stage(state_dict)
-        except Exception as error:  # the other ranks must learn of it; they would wait
-            staged = error
-        self.last = SaveHandle(agreement, staged, target)
-        return self.last
+    stager: StateDictStager = field(default_factory=StateDictStager)
+    last: SaveHandle | None = None
 
 
 queue = SaveQueue()
