@@ -27,6 +27,11 @@ def in_one_line(message: str) -> str:
     return _PLACE_IN_C.sub("", " ".join(message.split()))
 
 
+def printable(said: object, kept: str = "") -> str:
+    """Return the text without characters that would move a terminal's cursor, except `kept`. Each is written as in Python: "\\x1b"."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in str(said))
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", form: str = "{}") -> str:
     """Return the remedy for an unknown name: the closest known name, or else `otherwise`. `form` has a place for the known name."""
     close = difflib.get_close_matches(name, list(known), 1)

@@ -52,7 +52,6 @@ from hwfsdp.checkpoint.error_messages import (
     is_utf8,
     of_disk,
     path_of,
-    printable,
 )
 from hwfsdp.checkpoint.error_messages import refusal, refuse, show, with_size
 from hwfsdp.checkpoint.loading import Blocks, LoadPlan, Source, read_tensors
@@ -62,7 +61,7 @@ from hwfsdp.checkpoint.part_files import read as read_parts
 from hwfsdp.checkpoint.saving import Target, describe, save_agreed
 from hwfsdp.checkpoint.traverse import container_like, items_of, leaves_of, nest, unflatten_state_dict
 from hwfsdp.compat import storage_key
-from hwfsdp.errors import CheckpointError
+from hwfsdp.errors import CheckpointError, printable
 from hwfsdp.optional_packages import needed_by
 
 _HEADER, _SEAL = "hwfsdp", "hwfsdp.crc32"  # keys in a safetensors file's header

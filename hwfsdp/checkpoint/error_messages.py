@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hwfsdp.errors import CheckpointError, FSDPError, UsageError, WrongTypeError, in_one_line
+from hwfsdp.errors import CheckpointError, FSDPError, UsageError, WrongTypeError, in_one_line, printable
 
 KeyPath = tuple[Any, ...]  # the keys that lead to an entry of a state dict
 Subject = KeyPath | str | os.PathLike[str]
@@ -29,11 +29,6 @@ class Attribute(str):
 def show(path: KeyPath) -> str:
     """Return the path as Python code would index it: state_dict['state'][0]['exp_avg']."""
     return "state_dict" + "".join(f".{key}" if isinstance(key, Attribute) else f"[{key!r}]" for key in path)
-
-
-def printable(subject: object) -> str:
-    """Return the text of a subject, such as a path. Characters that would break or turn the line are escaped."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(subject))
 
 
 def check_utf8(path: Path, who: str) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hwfsdp.errors import printable
+
 KINDS = ("file", "race", "collective", "other", "count", "value")
 
 
@@ -58,7 +60,7 @@ class Finding(Exception):
         self, misconception: str, sentence: str, expected: object = None, got: object = None
     ) -> None:
         assert misconception in MISCONCEPTIONS, f"{misconception} is not listed"
-        sentence = plain(sentence)  # it may quote a rank
+        sentence = printable(sentence, "\n")  # it may quote a rank
         super().__init__(sentence)
         self.misconception, self.message = misconception, sentence
         self.expected, self.actual = shown(expected), shown(got)
@@ -76,7 +78,7 @@ def shown(value: object) -> str | int | float | None:
     if value is None or isinstance(value, int | float):
         return value
     if isinstance(value, str):
-        return plain(value)
+        return printable(value, "\n")
     numel, flatten = getattr(value, "numel", None), getattr(value, "flatten", None)
     if numel is not None and flatten is not None:  # a tensor, known without torch
         is_long = numel() > 16
@@ -84,11 +86,6 @@ def shown(value: object) -> str | int | float | None:
             f"{flatten()[:8].tolist()}… {tuple(getattr(value, 'shape'))}" if is_long else flatten().tolist()
         )
     return one_line(str(value), 300)
-
-
-def plain(text: str) -> str:
-    """Return a text without control characters, except line ends: they could move a terminal's cursor."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(text: str, longest: int) -> str:

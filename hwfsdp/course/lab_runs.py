@@ -40,14 +40,13 @@ from hwfsdp.comm import flight_recorder
 from hwfsdp.comm.desync_report import Report, describe_divergence
 from hwfsdp.course.lab import Bug, find_bug
 from hwfsdp.course.text import answer
-from hwfsdp.errors import RankError, StateError, UsageError, in_one_line
+from hwfsdp.errors import RankError, StateError, UsageError, in_one_line, printable
 from hwfsdp.launcher import pickling, worker
 from hwfsdp.launcher.launch import run_ranks
 from hwfsdp.launcher.supervisor import RankOptions
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.recording import record, recorded_so_far
-from hwfsdp.observe.validate import printable
 
 WORLD_SIZE = 2
 STILL = 3.0  # seconds in which no rank does anything: the run hangs

@@ -38,11 +38,11 @@ from typing import TYPE_CHECKING, Any
 
 from hwfsdp.course import rules
 from hwfsdp.course.failures import Raised, ended, explain
-from hwfsdp.course.findings import OF_FILE, Finding, one_line, plain
+from hwfsdp.course.findings import OF_FILE, Finding, one_line
 from hwfsdp.course.packing import unpack
 from hwfsdp.course.probing import FAILED, Order, Probe, Question, Report, on_rank
 from hwfsdp.course.walls import Watch, plan, read_from_rank, remove
-from hwfsdp.errors import RankError
+from hwfsdp.errors import RankError, printable
 from hwfsdp.launcher import pickling
 from hwfsdp.launcher import launch as launcher
 from hwfsdp.launcher.supervisor import LARGEST_REPORT, RankOptions, read_message
@@ -264,7 +264,7 @@ class Course:
             for line in text.splitlines():
                 number, _, line = line.partition(" ")
                 if number.isdecimal():
-                    line = plain(line.expandtabs())
+                    line = printable(line.expandtabs())
                     printed.setdefault(int(number), []).append(f"{line}\n")
                     self.show(f"{line}\n")
 

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from hwfsdp.course import copies
-from hwfsdp.course.findings import MISCONCEPTIONS, plain
+from hwfsdp.course.findings import MISCONCEPTIONS
+from hwfsdp.errors import printable
 
 Data = dict[str, Any]
 LONGEST = 2_000  # characters of an evidence
@@ -89,7 +90,7 @@ class Test:
             lines.append(f"It seems that {known.sentence} ({self.data['misconception']}).")
         for label, value in (("", self._message(for_student)), *self._values(for_student)):
             if value is not None:
-                lines += [f"{label}{line}" for line in plain(str(value)[:LONGEST]).split("\n")]
+                lines += [f"{label}{line}" for line in printable(str(value)[:LONGEST], "\n").split("\n")]
         if question := self.data.get("question") or (known and known.question):
             lines.append(f"→ {question}")
         return lines or ["It did not run."]
@@ -124,16 +125,16 @@ class Result:
 
     @property
     def problems(self) -> list[str]:
-        return [plain(each) for each in self.data.get("problems", ())]
+        return [printable(each, "\n") for each in self.data.get("problems", ())]
 
     @property
     def errors(self) -> list[str]:
-        return [plain(each) for each in self.data.get("errors", ())]
+        return [printable(each, "\n") for each in self.data.get("errors", ())]
 
     @property
     def amiss(self) -> list[str]:
         """What the instructor should look at."""
-        return [*self.errors, *self.problems, *map(plain, self.remarks)]
+        return [*self.errors, *self.problems, *(printable(each, "\n") for each in self.remarks)]
 
     def points_of(self, exercise: str) -> int:
         return sum(test.points for test in self.tests if test.exercise == exercise)

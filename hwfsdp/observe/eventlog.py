@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hwfsdp
-from hwfsdp.errors import UsageError
+from hwfsdp.errors import UsageError, printable
 from hwfsdp.files import whole_file
 from hwfsdp.observe.call_sites import checksums
 from hwfsdp.observe.clocks import RankClock, read_clocks, shifts_to_one_axis
@@ -24,7 +24,6 @@ from hwfsdp.observe.perfetto import from_trace, to_trace
 from hwfsdp.observe.races import Order, orders
 from hwfsdp.observe.run_info import read_about
 from hwfsdp.observe.step_times import StepsOfRank, times_of_rank
-from hwfsdp.observe.validate import printable
 
 
 @dataclass

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from hwfsdp.errors import printable
 from hwfsdp.observe.analysis import Comparison, Findings, Pair
 from hwfsdp.observe.eventlog import Traffic, TrafficByOp
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.step_times import WAITS_AT_ONCE
 from hwfsdp.observe.tables import lay_out, ms, number_of, signed
-from hwfsdp.observe.validate import printable
 
 _NOTHING = Traffic(0, 0)
 _RACES = 20  # the most races to show as text

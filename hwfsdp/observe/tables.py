@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hwfsdp.observe.validate import printable
+from hwfsdp.errors import printable
 
 
 def lay_out(rows: Sequence[Sequence[str]], left: int = 1, indent: str = "  ") -> list[str]:

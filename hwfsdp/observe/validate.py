@@ -100,8 +100,3 @@ def shown(value: Any) -> str:
         return f"a number of {value.bit_length()} bits"
     said = ascii(value)
     return said if len(said) <= _SHOWN else f"{said[: _SHOWN - 1]}…"
-
-
-def printable(said: str) -> str:
-    """Return the text on one line, without control characters. Each such character is written as in Python, for example "\\x1b"."""
-    return said if said.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)
