@@ -104,8 +104,8 @@ def save(
     mine = _Saving(agreement)
     share = agreement.step("planning", lambda: mine.describe(state_dict, path), mine.divide)
     check = partial(commit.check_replaceable, mine.target, _FILES, "a DCP checkpoint", overwrite)
-    with commit.replaced(mine.target, agreement, check) as (draft, _):
-        agreement.step("writing", lambda: mine.write(draft, share), partial(mine.finish, draft))
+    with commit.replaced(mine.target, agreement, check) as (draft, save_id):
+        agreement.step("writing", lambda: mine.write(draft, share), partial(mine.finish, draft, save_id))
 
 
 def load(
@@ -255,7 +255,7 @@ class _Saving:
                     places.append((start, file.tell() - start, commit.seal_of(file)))
         return places
 
-    def finish(self, draft: Path, places: list[Any]) -> None:
+    def finish(self, draft: Path, save_id: str, places: list[Any]) -> None:
         """Write the metadata, from the places of all blobs, and a checksum of it into a file that torch ignores."""
         from torch.distributed.checkpoint import metadata as torchs
 
@@ -274,7 +274,7 @@ class _Saving:
                 if at is not None and size is not None:
                     entries[key].chunks.append(torchs.ChunkStorageMetadata(at, size))
         paths = {key: tuple(entry["tree"]) for (key,), entry in self.described.items()}
-        data = pickle.dumps(torchs.Metadata(entries, paths, infos))
+        data = pickle.dumps(torchs.Metadata(entries, paths, infos, torchs.StorageMeta(save_id=save_id)))
         commit.write_small_file(draft / METADATA, data)
         commit.write_small_file(draft / DIGEST, f"{hashlib.sha256(data).hexdigest()}\n".encode())
 
