@@ -211,25 +211,27 @@ def _library_call(frame: FrameType | None) -> str:
 
 
 @functools.cache
-def use_one_gloo_thread() -> None:
-    """Let each gloo group that this process makes from now on run its collectives in one thread, one after the other.
+def adapt_gloo() -> None:
+    """Let each gloo group that this process makes from now on wait until all its ranks are connected, and use one thread.
 
+    A rank that went on at once, and ended, would break connections that other ranks still make.
     Torch gives each group two threads. After a collective, its thread stores the name of the collective in a string of the group,
     without a lock. A name of more than 15 characters is on the heap, such as "ALLGATHER_COALESCED", the collective of
     `DTensor.full_tensor`. If both threads store such a name at once, both free the old one, and the process aborts.
     `HWFSDP_GLOO_THREADS=2` in the environment leaves torch's two threads.
     """
     gloo = getattr(dist, "ProcessGroupGloo", None)  # not declared; a build of torch may be without it
-    if gloo is None or os.environ.get("HWFSDP_GLOO_THREADS") == "2":
+    if gloo is None:
         return
-    make = gloo.__init__
+    make, one_thread = gloo.__init__, os.environ.get("HWFSDP_GLOO_THREADS") != "2"
 
     @functools.wraps(make)
     def init(group: Any, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> None:
         has_options = not isinstance(timeout, timedelta) or any(others.values())
-        if not has_options:
+        if one_thread and not has_options:
             timeout, others = compat.one_gloo_thread(gloo, timeout), {}
         make(group, store, rank, size, timeout, **others)
+        group.barrier().wait()
 
     gloo.__init__ = init
 
@@ -246,7 +248,7 @@ def init_process_group(
         UsageError: the machine has no GPU for this rank.
     """
     compat.read_debug_level()  # torch read the environment when the server imported it
-    use_one_gloo_thread()
+    adapt_gloo()
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     if device == "cuda":
         number, found = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
@@ -260,7 +262,6 @@ def init_process_group(
         torch.cuda.set_device(number)
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, init_method, timeout=limit, rank=rank, world_size=world_size)
-    wait_for_connections()
 
 
 _meetings: Iterator[int] = itertools.count()  # all ranks call `launch` equally often
@@ -298,13 +299,6 @@ def limit_collectives(seconds: float) -> None:
     store, limit = compat.default_store_below("with a limit"), timedelta(seconds=seconds)
     dist.destroy_process_group()
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-    wait_for_connections()
-
-
-def wait_for_connections() -> None:
-    """Wait until all ranks are connected. A rank that left earlier would break connections that others still make."""
-    if dist.get_backend() == "gloo":
-        dist.barrier()
 
 
 def destroy_process_group() -> None:

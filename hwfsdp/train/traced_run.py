@@ -39,7 +39,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from hwfsdp.errors import RankError, UsageError
 from hwfsdp.launcher.launch import launch
-from hwfsdp.launcher.worker import limit_collectives, wait_for_connections
+from hwfsdp.launcher.worker import limit_collectives
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.recording import record
 from hwfsdp.train.implementations import OURS, blamed
@@ -181,7 +181,6 @@ def _group_of_its_own(rendezvous: Path, seconds: float | None = None) -> Iterato
         number = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         limit = {} if seconds is None else {"timeout": timedelta(seconds=seconds)}
         original(**{**asked, **where, **number, **limit})
-        wait_for_connections()
 
     with (
         mock.patch.object(dist, "init_process_group", init_process_group),
