@@ -1,5 +1,11 @@
 """The process of one rank. Its caller is in `supervisor`.
 
+Note [Nobody interrupts a sender]
+    A thread of gloo holds a lock while it sends. On one machine, the message wakes a thread of another rank, which may at once take the
+    processor from the sender. Meanwhile the sender's own rank looks at its sockets over and over, because gloo never waits for this lock:
+    with fewer processors than threads, this takes most of the time of a collective. So threads of ranks on the CPU are batch work for
+    Linux: a thread that wakes waits for a free processor, or for the end of another thread's turn.
+
 Note [Time runs out]
     The main thread of a rank that hangs cannot say where it hangs. So each rank has another thread, which listens to the caller. It
     answers with the collective in which the rank waits, and with the stack. It also ends the rank when the caller is gone.
@@ -21,6 +27,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -106,6 +113,8 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
     """Run the task's function in an initialized process group, and tell the caller how it ended."""
     for module in task.modules:
         importlib.import_module(module)
+    if task.device == "cpu":
+        interrupt_nobody()  # before there are threads: each takes this over from the thread that makes it
     gc.freeze()  # a collection would write to the objects of the server, and so copy their memory
     gc.enable()
     if task.prepare is not None:
@@ -140,6 +149,13 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
         send(("raise", (_described(error), traceback.format_exc(), _pickled(error))))
     finally:
         destroy_process_group()
+
+
+def interrupt_nobody() -> None:
+    """Let the threads of this process wait for a processor when they wake (Note [Nobody interrupts a sender])."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # some containers do not allow it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def finish_saves() -> None:

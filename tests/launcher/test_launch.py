@@ -430,6 +430,18 @@ def test_errors_and_forged_messages_of_an_untrusted_rank_are_text(fn, words, rea
 # --- Processes ---------------------------------------------------------------------------------------------
 
 
+def policies() -> set[int]:
+    """Return the scheduling policies of all threads of this process."""
+    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no batch work")
+def test_all_threads_of_a_rank_are_batch_work_so_none_interrupts_a_sender() -> None:
+    before = policies()
+    assert launch(policies, 2) == [{os.SCHED_BATCH}] * 2
+    assert policies() == before
+
+
 LONG_PATH = """
     import os
     from hwfsdp import launch
