@@ -174,5 +174,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors in an argument or a result: the value itself, or all tensors in its lists and dicts, to any depth."""
     if isinstance(tree, Tensor):
         return [tree]
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    found: list[Tensor] = []
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    for part in parts:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (dict, list, tuple)):
+            found += tensors_in(part)
+    return found

@@ -28,6 +28,7 @@ from hwfsdp.course.scenarios import Built, Scenario
 from hwfsdp.course.watching import (
     Watcher,
     bytes_counted,
+    collectives_recorded,
     copied,
     count_of_events,
     is_there,
@@ -36,7 +37,6 @@ from hwfsdp.course.watching import (
 )
 from hwfsdp.launcher.supervisor import LOST_PEER
 from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.observe.recording import record
 
 Shard = Callable[..., Any]  # (module, name, keywords of `Scenario.options`)
 LR = 0.1
@@ -205,7 +205,7 @@ def trained(scenario: Scenario, seed: int, shard: Shard, is_observed: bool = Tru
     found: dict[str, Any] = {"rows": described(model), "places": places_of(model)}
     training = _Training(scenario, seed, built, watcher)
     with ExitStack() as instruments:  # around all steps: to enter them costs as much as a step
-        log = instruments.enter_context(record()) if is_observed else EventLog()
+        log = instruments.enter_context(collectives_recorded()) if is_observed else EventLog()
         if is_observed:
             instruments.enter_context(watcher)
         training.run()
@@ -369,7 +369,7 @@ def held(scenario: Scenario, seed: int) -> dict[str, Any]:
                 set_switches(built, scenario, micro)
                 batch = scenarios.batch_of(model, seed, 0, micro)
                 batch = batch if batch.is_floating_point() else batch[:1, :2]
-                with record() as log:
+                with collectives_recorded() as log:
                     memory.reset_peak()
                     loss = scenarios.loss_of(model, batch)
                     found["forward"], found["between"] = memory.peak - rows, memory.allocated - rows

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 _HEADER = 8
+_PLAIN = {type(None), bool, int, str}  # JSON has them. Most values are of these types, so they take no call
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -42,7 +43,7 @@ def unpack(data: bytes) -> Any:
 
 
 def _flatten(value: Any, data: bytearray) -> Any:
-    if value is None or isinstance(value, bool | int | str):
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, float):
         return {"$float": value.hex()}  # infinities and NaN, too, bit for bit
@@ -50,10 +51,12 @@ def _flatten(value: Any, data: bytearray) -> Any:
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, Tensor):
         return {"$tensor": _flatten_tensor(value, data)}
-    if isinstance(value, list | tuple):
-        return [_flatten(item, data) for item in value]
+    if isinstance(value, (list, tuple)):
+        return [item if type(item) in _PLAIN else _flatten(item, data) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) and key[:1] != "$" for key in value):
         return {key: _flatten(item, data) for key, item in value.items()}
+    if isinstance(value, (int, str)):  # of a class of its own, such as an enum
+        return value
     raise TypeError(
         f"a fact must be numbers, text, lists, dicts with text keys, tensors or dtypes, got {type(value).__name__}"
     )
@@ -68,7 +71,7 @@ def _flatten_tensor(tensor: Tensor, data: bytearray) -> list[Any]:
 
 def _restore(value: Any, data: memoryview) -> Any:
     if isinstance(value, list):
-        return [_restore(item, data) for item in value]
+        return [item if type(item) in _PLAIN else _restore(item, data) for item in value]
     if not isinstance(value, dict):
         return value
     if "$float" in value:

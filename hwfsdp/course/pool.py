@@ -360,6 +360,7 @@ def _judged(
     (folder / "collected.json").write_text(
         json.dumps({**told, "remarks": remarks, "functions": own, "settings": settings})
     )
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other plugins take time, and no part in a mark
     # with `=`, since pytest would look for its settings above any path that stands alone
     given = {"rootdir": options.exercises, "submission": files, "outcomes": folder / "outcomes.json"}
     given |= {"unread": folder / "unread.json"}

@@ -34,7 +34,7 @@ from hwfsdp.course.failures import SECONDS
 from hwfsdp.course.packing import pack
 from hwfsdp.course.walls import Walls, limit_processor
 from hwfsdp.launcher import supervisor, worker
-from hwfsdp.observe import collective_calls, events
+from hwfsdp.observe import call_sites, collective_calls, events
 from hwfsdp.observe.events import COLLECTIVES
 
 PRINTED = 4_000  # characters of what a rank prints in one question that are shown
@@ -94,6 +94,7 @@ def on_rank(order: Order) -> bytes:
     out = sys.stdout = sys.stderr = Prefixed(sys.stdout, rank)
     torch.set_num_threads(1)  # models are tiny; threads of several ranks would only compete for cores
     worker.describe_wait = describe_wait
+    call_sites.MOST = 0  # no fact has lines of the program, and to find them takes a tenth of a rank's time
     probes = [getattr(importlib.import_module(each.module), each.name) for each in order.questions]
     order.walls.close_files(order.folder)
     collective_calls.watch_from_now_on()  # also functions that the file takes by name while it is loaded

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -140,6 +141,9 @@ class Recomputed(Stack):
     """Blocks keep no activations for their backward, which computes them again."""
 
     def through(self, block: nn.Module, x: Tensor) -> Any:
+        # an oracle: the same numbers, but without torch's compiler, which a checkpoint imports
+        if not dist.is_initialized():
+            return block(x)
         with set_checkpoint_early_stop(False):  # recompute to the end of the block, with its hooks
             return checkpoint(block, x, use_reentrant=False)
 
@@ -489,7 +493,8 @@ MODELS |= {f"wide and {name}": partial(_wide, name=name) for name in WIDENED}
 
 def build(scenario: Scenario, seed: int) -> Built:
     """Build the model of a scenario, with the same values on every rank."""
-    torch.manual_seed(seed)
+    # not `torch.manual_seed`, which also seeds GPUs that may come, and takes longer than to build the model
+    torch.default_generator.manual_seed(seed)
     built = MODELS[scenario.model](random.Random(f"{scenario.model} {seed}"))
     with torch.no_grad():
         for param in built.model.parameters():

@@ -93,8 +93,9 @@ def fork_here(*modules: str) -> None:
     server = getattr(forkserver, "_forkserver")  # the module has no public way
     if server._forkserver_pid is not None or start_method() == "spawn":
         return
-    for module in (_PRELOAD, *modules):
+    for module in modules:
         importlib.import_module(module)
+    adopt_orphans()  # those of the server, if it is killed
     # a socket's path has at most 107 bytes, and this one is short wherever the folder is
     folder = os.open(util.get_temp_dir(), os.O_RDONLY | os.O_DIRECTORY)
     address = f"/proc/self/fd/{folder}/ranks-{os.getpid()}"
@@ -109,6 +110,7 @@ def fork_here(*modules: str) -> None:
         try:
             os.close(keep_alive)
             adopt_orphans()
+            importlib.import_module(_PRELOAD)  # while the caller goes on
             forkserver.main(listener.fileno(), alive, [])
         except SystemExit:
             status = 0
