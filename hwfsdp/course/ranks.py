@@ -23,7 +23,10 @@ Note [Time]
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
+import pickle
 import sys
 import tempfile
 import threading
@@ -36,10 +39,12 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from hwfsdp.course import rules
 from hwfsdp.course.failures import Raised, ended, explain
 from hwfsdp.course.findings import OF_FILE, Finding, one_line
-from hwfsdp.course.packing import unpack
+from hwfsdp.course.packing import pack, unpack
 from hwfsdp.course.probing import FAILED, Order, Probe, Question, Report, on_rank
 from hwfsdp.course.walls import Watch, plan, read_from_rank, remove
 from hwfsdp.errors import RankError, printable
@@ -188,7 +193,7 @@ class Course:
 
     def answer(self, question: Question, world_size: int) -> Answer:
         """Return the answer to a question. While `asking`, note the question and raise NotYet instead."""
-        key = f"{world_size} {question!r}"
+        key = _key((world_size, *question))
         if self.asker not in (askers := self._askers.setdefault(key, [])):
             askers.append(self.asker)
         if self.asking or key not in self._answers:
@@ -399,6 +404,21 @@ class Ranks:
         from hwfsdp.course.facts import probe_replicate
 
         return self.ask(probe_replicate, "replicate", seed=seed, scenario=scenario)
+
+
+class _Writer(pickle.Pickler):
+    """Writes tensors as their numbers."""
+
+    def persistent_id(self, value: Any) -> bytes | None:
+        return pack(value) if isinstance(value, Tensor) else None
+
+
+def _key(question: tuple[Any, ...]) -> str:
+    """Return the same text for equal questions. `repr` would take long, and leave out numbers of large tensors."""
+    writer = _Writer(written := io.BytesIO())
+    writer.fast = True  # equal values are written in the same way, whether or not they are one object
+    writer.dump(question)
+    return hashlib.sha256(written.getvalue()).hexdigest()
 
 
 def askers(course: Course, seed: int) -> dict[str, Any]:

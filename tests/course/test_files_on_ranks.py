@@ -48,6 +48,18 @@ def test_facts_come_back_by_rank(tmp_path: Path) -> None:
     of.end()
 
 
+def test_questions_are_one_question_if_all_numbers_of_their_tensors_are_equal(tmp_path: Path) -> None:
+    of, numbers = course(tmp_path), torch.zeros(2000)  # `repr` shows the first and the last three
+    of.asking, other = True, numbers.clone()
+    other[1000] = 1
+    for each in (numbers, numbers.clone(), other):
+        of.ranks(1).ask(probe_answer, "answer", number=each)
+    of.asking = False
+    of.begin()
+    of.end()
+    assert of.progress()[1] == 2
+
+
 def ask_ahead(of: Course, *asked: tuple[int, int], probe: Any = probe_answer) -> None:
     """Ask these numbers on so many ranks, and begin the launches."""
     of.asking = True
