@@ -68,7 +68,8 @@ RAISED = {  # a pattern of what a rank raises → the misconception, and the cou
         "wrong-dtype",
         "{at} a recomputation differs from the forward: {said:.200}",
     ),
-    "^(not-gathered|read-while-freed): (.*)": ("{0}", "{at} {1}"),  # `watching.WeightGone`
+    # `watching.WeightGone`, `machines.TooManyOperators`
+    "^(not-gathered|read-while-freed|too-many-operators): (.*)": ("{0}", "{at} {1}"),
     # the homework's autograd function
     "^(.+ has no gradient) after the backward": ("grad-lost", "{at} {0} after the backward of its module."),
     # where older versions of torch had their FSDP2
@@ -144,7 +145,7 @@ def ended(error: RankError, exceeded: str, folder: Path, path: Path) -> Finding:
     stacks = error.traceback if error.reason == "raised" else _tail(folder / str(rank))
     line = _line_in(stacks, path, innermost=0)
     if "SIGXCPU" in got:
-        what = f"Rank {rank} computed for {SECONDS:g} s without an end."
+        what = f"Rank {rank} computed for {SECONDS:g} s or more without an end."
         if line:
             return Finding("endless", f"{what}{line}")
         # a thread of gloo has no stack of Python

@@ -158,6 +158,7 @@ RACE = {
 
 REDUCTIONS = tuple(op for op in COLLECTIVES if op not in ("all_gather", "barrier"))
 PRODUCTS = ("mm", "addmm")  # kernels that read a weight matrix
+MOST = 6_000  # operators of a step
 KERNELS = (*PRODUCTS, "native_layer_norm", "native_layer_norm_backward")  # all kernels that read parameters
 
 
@@ -190,7 +191,8 @@ def stepped(program: Program, machine: str, shard: Shard) -> dict[str, Any]:
     watch = Watch()
     with sets_apart() as made, MACHINES[machine].entered() as world, watch.seeing_blocks():
         runner = Runner(program, world, shard, watch)
-        runner.warm_up()
+        with of_bounded_length(world.clock):
+            runner.warm_up()
         gc.collect()
         world.allocator.reset_peak()
         world.restart()
@@ -210,6 +212,25 @@ def stepped(program: Program, machine: str, shard: Shard) -> dict[str, Any]:
             "step_us": world.clock.host,
             "peak_bytes": world.allocator.peak,
         }
+
+
+class TooManyOperators(Exception):
+    """A step issues so many operators that simulating it takes too long."""
+
+
+@contextmanager
+def of_bounded_length(clock: Clock) -> Iterator[None]:
+    """Raise an error in a step that issues more than `MOST` operators."""
+    run, issued = clock.run, count(1)
+
+    def counted(us: float) -> None:
+        if us and next(issued) > MOST:
+            words = f"a step issues more than {MOST:,} operators. FSDP2's has at most 631, so that the host stays ahead of the GPU."
+            raise TooManyOperators(f"too-many-operators: {words}")
+        run(us)
+
+    with mock.patch.object(clock, "run", counted):
+        yield
 
 
 @cache
@@ -391,6 +412,11 @@ class Step:
         for (first, op, unit), end in zip(facts["marks"], ends, strict=True):
             inside = [e for e in self.events if first <= e.seq < end]
             self.sections.append(Section(op, unit, inside, [e for e in inside if e.op in KERNELS and unit]))
+
+    @property
+    def operators(self) -> list[Event]:
+        """Return the collectives and the operators that run on a stream: what the host issues."""
+        return [e for e in self.events if e.op not in ("alloc", "free", "wait")]
 
     @property
     def gather_us(self) -> float:

@@ -28,12 +28,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from hwfsdp.course.findings import Finding
-from hwfsdp.course.machines import KERNELS, PRODUCTS, REDUCTIONS, Section, Step
+from hwfsdp.course.machines import KERNELS, MACHINES, PRODUCTS, REDUCTIONS, Section, Step
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.races import Race, find_races
+from hwfsdp.observe.step_times import length, subtract, union
 
 LITTLE = 0.6  # of a unit: small tensors come and go
 
@@ -152,14 +153,15 @@ class Flow:
         new = [each for each in gathers if self._reader[each.seq] is section]
         own = [each for each in gathers if self._reader[each.seq].unit == unit]
         needed = new if section.op == "forward" else own
-        found = [e for e in section.kernels if e.op in PRODUCTS]
-        got = sum(any(each in needed for each in self.read_by([e], "all_gather")) for e in found)
+        read = [self.read_by([e], "all_gather") for e in section.kernels if e.op in PRODUCTS]
+        got = sum(any(each in needed for each in of_product) for of_product in read)
+        kept = sum(any(each in own and each not in new for each in of_product) for of_product in read)
         # a backward has two products for each weight, and one of them reads it
-        right = products.setdefault(unit, len(found))
+        right = products.setdefault(unit, len(read))
         if got < right:
             words = f"in a {section.op} of {unit!r}, {got} of {right} matrix products read a weight that a gather for this unit brought."
             yield section.op, self._finding("not-gathered", first, words, right, got)
-        elif new and (nbytes := sum(each.bytes for each in new)) < self.step.unit_bytes:
+        elif new and kept < right and (nbytes := sum(each.bytes for each in new)) < self.step.unit_bytes:
             yield section.op, self._too_few("gathers", unit, first, nbytes)
 
     def _lost_gradients(self, section: Section) -> Iterator[tuple[str, Finding]]:
@@ -303,14 +305,89 @@ def board(step: Step, ways: dict[str, tuple[int, float]]) -> str:
     return f"yours {ms} ms at {mb} MB; {rows}; {place}"
 
 
-def raced(step: Step, figure: str, theirs: float, times: float, misconception: str) -> None:
-    """Compare "step_us" or "peak_bytes" with the same figure of FSDP2."""
-    mine, unit = getattr(step, figure), "µs" if figure == "step_us" else "B"
-    if mine > times * theirs:
-        what = "step takes" if figure == "step_us" else "peak is"
-        raise Finding(
-            misconception,
-            f"{step.name}: the {what} {mine:,.0f} {unit}, {mine / theirs:.2f} times FSDP2's {theirs:,.0f}; bound {times:g} times.",
-            round(times * theirs),
-            round(mine),
-        )
+# --- The race ------------------------------------------------------------------------------------------------
+
+_BUSY = 0.8  # of a step: a host that issues operators for so long has no time to wait for anything
+
+
+class Pace(NamedTuple):
+    """FSDP2's figures of a step.
+
+    Attributes:
+        step_us: until everything is done. peak_bytes: most bytes alive at once.
+        computes_us: kernels run on the compute stream. alone_us: bytes travel meanwhile, and no kernel runs there.
+        operators: that the host issues.
+    """
+
+    step_us: float
+    peak_bytes: int
+    computes_us: float
+    alone_us: float
+    operators: int
+
+
+def as_fast(step: Step, theirs: Pace, times: float) -> None:
+    """Compare the time of a step with FSDP2's, and name what costs the additional time.
+
+    A file that copies parameters one by one can still be fast enough. So where waits cost half as much as operators, they are named.
+    """
+    if step.step_us <= times * theirs.step_us:
+        return
+    computes, alone, idle = _spent(step)
+    waits = alone - theirs.alone_us
+    works = computes - theirs.computes_us
+    if len(step.operators) * MACHINES[step.machine].device.launch_us > _BUSY * step.step_us:
+        works += idle
+    else:
+        waits += idle
+    words = (
+        f"{_times(step, 'step takes', step.step_us, theirs.step_us, 'µs', times)} "
+        f"Kernels run on compute for {computes:,.0f} µs (FSDP2's: {theirs.computes_us:,.0f}), bytes travel alone for {alone:,.0f} "
+        f"({theirs.alone_us:,.0f}), and for {idle:,.0f} the GPU waits for the host. "
+        f"The host issues {len(step.operators):,} operators (FSDP2's: {theirs.operators:,})."
+    )
+    kind = "too-many-operators" if works > 2 * waits else "no-overlap"
+    raise Finding(kind, words, round(times * theirs.step_us), round(step.step_us))
+
+
+def as_small(step: Step, theirs: Pace, times: float) -> None:
+    """Compare the peak of a step with FSDP2's. Buffers of several collectives at once are the cause, if there are any."""
+    if step.peak_bytes <= times * theirs.peak_bytes:
+        return
+    words = _times(step, "peak is", step.peak_bytes, theirs.peak_bytes, "B", times)
+    kind = "not-freed"
+    for op, misconception in (
+        ("all_gather", "unbounded-prefetch"),
+        ("reduce_scatter", "unbounded-reductions"),
+    ):
+        most = _most_alive(step, op)
+        if most > 2 * step.unit_bytes:
+            words += f" Buffers of {op.replace('_', '-')}s have {most:,} B at once: {most / step.unit_bytes:.1f} times a block's parameters."
+            kind = misconception
+            break
+    raise Finding(kind, words, round(times * theirs.peak_bytes), step.peak_bytes)
+
+
+def _times(step: Step, what: str, mine: float, theirs: float, unit: str, times: float) -> str:
+    return f"{step.name}: the {what} {mine:,.0f} {unit}, {mine / theirs:.2f} times FSDP2's {theirs:,.0f}; bound {times:g} times."
+
+
+def _spent(step: Step) -> tuple[float, float, float]:
+    """Return for how many µs of a step kernels run on compute, bytes travel and none runs, and nothing happens."""
+    travels = union((e.start_us, e.end_us) for e in step.log.select(*COLLECTIVES))
+    on_compute = union((e.start_us, e.end_us) for e in step.log.select(*COLLECTIVES, stream="compute"))
+    computes = subtract(union((begin, end) for begin, end, _ in step.facts["kernels"]), on_compute)
+    both = union([*computes, *travels, *((e.start_us, e.end_us) for e in step.operators)])
+    return length(computes), length(subtract(travels, computes)), step.step_us - length(both)
+
+
+def _most_alive(step: Step, op: str) -> int:
+    """Return the most bytes that buffers of gathers, or inputs of reductions, have at once."""
+    alive, most = dict[int, int](), 0
+    for e in step.events:
+        if e.op == op:
+            alive |= dict.fromkeys(e.writes if op == "all_gather" else e.reads, e.bytes)
+            most = max(most, sum(alive.values()))
+        for storage in e.writes if e.op == "free" else ():
+            alive.pop(storage, None)
+    return most
