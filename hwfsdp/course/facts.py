@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from hwfsdp.course.watching import (
 )
 from hwfsdp.launcher.supervisor import LOST_PEER
 from hwfsdp.observe.eventlog import EventLog
+from hwfsdp.observe.events import Event
 
 Shard = Callable[..., Any]  # (module, name, keywords of `Scenario.options`)
 LR = 0.1
@@ -346,8 +348,8 @@ def held(scenario: Scenario, seed: int) -> dict[str, Any]:
 
     Returns:
         rows: the bytes of a rank's rows. forward, backward: the most at once. before, between, after: what is there before a forward,
-        after it, and after a backward. grads: the bytes after a backward that lie in `grad` of other tensors than the rows. late: no
-        gradient is reduced before the last gather of the backward. units: the bytes of each unit, whole and padded, by name.
+        after it, and after a backward. grads: the bytes after a backward that lie in `grad` of other tensors than the rows. why: the
+        misconception behind too many bytes in a backward, and a sentence. units: the bytes of each unit, whole and padded, by name.
     """
     from hwfsdp.layout.shard_on_meta import on_paper
 
@@ -359,6 +361,11 @@ def held(scenario: Scenario, seed: int) -> dict[str, Any]:
         built = scenarios.build(scenario, seed)
         found["units"] = {name: whole_bytes(module, built.units) for name, module in built.units}
         model = sharded(built, scenario, students_shard())
+        began = list[
+            tuple[int, int]
+        ]()  # when the backward of a unit begins: the number of events, and the unit's bytes
+        for name, unit in built.units:
+            unit.register_forward_hook(partial(_note_backward, began, found["units"][name]))
         storages = {storage_key(local_of(p)): local_of(p).untyped_storage() for p in model.parameters()}
         found["rows"] = rows = sum(storage.nbytes() for storage in storages.values())
         for _ in range(2):
@@ -375,17 +382,41 @@ def held(scenario: Scenario, seed: int) -> dict[str, Any]:
                     found["forward"], found["between"] = memory.peak - rows, memory.allocated - rows
                     memory.reset_peak()
                     middle = count_of_events()
+                    began.clear()
                     loss.backward()
                     del loss, batch
                 gc.collect()
                 found["backward"], found["after"] = memory.peak - rows, memory.allocated - rows
-            ops = [e.op for e in log.collectives() if e.seq >= middle]
-            found["late"] = (
-                "all_gather" in ops
-                and "reduce_scatter" not in ops[: len(ops) - ops[::-1].index("all_gather")]
-            )
+            moved = [e for e in log.collectives() if e.seq >= middle]
+            found["why"] = _why_large(moved, began, max(found["units"].values()))
             found["grads"] = _bytes_of_gradients(model)
     return found
+
+
+def _note_backward(
+    began: list[tuple[int, int]], nbytes: int, module: nn.Module, args: object, output: object
+) -> None:
+    """Note when the backward of a unit begins. The student's own hook comes first."""
+    if isinstance(output, Tensor) and output.requires_grad:
+        output.register_hook(lambda grad: began.append((count_of_events(), nbytes)))
+
+
+def _why_large(moved: list[Event], began: list[tuple[int, int]], largest: int) -> tuple[str, str]:
+    """Return the misconception behind too many bytes in a backward, and a sentence about its collectives.
+
+    A unit may be gathered ahead, and another one after a wrong guess.
+    """
+    gathers = [e for e in moved if e.op == "all_gather"]
+    needed = accumulate(nbytes for _, nbytes in began)
+    ahead = [
+        sum(e.bytes for e in gathers if e.seq < at) - own for (at, _), own in zip(began, needed, strict=True)
+    ]
+    if (most := max(ahead, default=0)) > 2.5 * largest:
+        words = f"Gathers of {most:,} B have begun before the backwards of their units."
+        return "unbounded-prefetch", words
+    if gathers and not any(e.op == "reduce_scatter" and e.seq < gathers[-1].seq for e in moved):
+        return "reduced-late", "No gradient is reduced before the last gather."
+    return "not-freed", ""
 
 
 def _bytes_of_gradients(model: nn.Module) -> int:

@@ -577,15 +577,13 @@ def few_whole(found: Mapping[str, Any], scenario: Scenario, ahead: int = 1) -> N
     ):
         bound += LITTLE * unit
         if found[phase] > bound:
-            kind, cause = "not-freed", ""
-            if phase == "backward" and found["late"]:
-                kind, cause = "reduced-late", " No gradient is reduced before the last gather."
-            elif phase == "backward" and found["grads"] > unit:
+            kind, cause = found["why"] if phase == "backward" else ("not-freed", "")
+            if phase == "backward" and kind == "not-freed" and found["grads"] > unit:
                 kind = "grad-not-freed"
-                cause = f" {found['grads']:,} B of gradients are still there after the step."
+                cause = f"{found['grads']:,} B of gradients are still there after the step."
             said = (
                 f"{scenario.name}: in a {phase}, {found[phase]:,} B of {what} and buffers are alive at once, "
-                f"{found[phase] / unit:.1f} times the largest unit.{cause} {scenario.about}"
+                f"{found[phase] / unit:.1f} times the largest unit. {cause}".rstrip() + f" {scenario.about}"
             )
             raise Finding(kind, said.rstrip(), f"at most {bound:,.0f} B", f"{found[phase]:,} B")
 
