@@ -4,7 +4,7 @@ The tests shard a model on a mesh of 2 x 2 ranks, on 1 x 2 and on 2 x 1. They kn
 every collective, the ranks that take part, and its bytes. A collective takes its inputs when it begins, and gives its results when the
 program waits for it: whoever reads them too early reads NaN.
 
-    pytest exercises/11_hybrid_sharding -k traffic     one test; 0 points say that others need it
+    pytest exercises/11_hybrid_sharding -k traffic     one test
 """
 
 from itertools import product
@@ -21,25 +21,11 @@ meshes = pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (1, 2), (2, 1)
 ONE, TWO, PARTIAL = facts.RUNS
 
 
-@pytest.mark.points(0, ask="Which ranks differ from this rank in one coordinate of the mesh only?")
-@meshes
-def test_axes(ranks, replicas, shards):
-    """Each rank knows the ranks of its node, the ranks that hold the same rows, and its place among them."""
-    found = ranks(replicas * shards).ask(facts.probe_axes, "axes", replicas=replicas)
-    for rank, axes in enumerate(found):
-        right = facts.lines_of(rank, replicas, shards)
-        for name, other in (("shard", "replicate"), ("replicate", "shard")):
-            (*members, number), of = axes[name], right[name]
-            where = f"Mesh {replicas} x {shards}, rank {rank}: the axis {name} has"
-            for got in members:
-                equal("axes-swapped" if got == right[other] else "wrong-group", f"{where} ranks", got, of)
-            equal("wrong-group", f"{where} this rank at place", number, of.index(rank))
-
-
 @pytest.mark.points(1, ask="How large is the whole parameter, and how large are a rank's rows of it?")
 @meshes
 def test_traffic(ranks, seed, replicas, shards):
-    """Gathers and reduce-scatters stay in the node; rows, and only rows, go across; each has its bytes, and nothing else travels."""
+    """Each rank knows its axes. Gathers and reduce-scatters stay in the node; rows, and only rows, go across; each has its bytes."""
+    right_axes(ranks(replicas * shards).ask(facts.probe_axes, "axes", replicas=replicas), replicas, shards)
     for rank, run in enumerate(runs(ranks, seed, ONE, replicas, shards)):
         where, moved = f"Mesh {replicas} x {shards}, rank {rank}:", bytes_by_op(run[0])
         for op, (least, most, whole) in right_bytes(rank, replicas, shards).items():
@@ -52,7 +38,6 @@ def test_traffic(ranks, seed, replicas, shards):
                 kind = "too-much-traffic" if got > most else missing
                 words = f"{op} has {got:,} B in a step, expected {most:,} B ({least:,} B without padding)"
                 raise Finding(kind, f"{where} {words}.", most, got)
-    test_axes(ranks, replicas, shards)
 
 
 @pytest.mark.points(
@@ -144,6 +129,18 @@ def arrivals(name):
 def equal(misconception, where, got, right):
     if got != right:
         raise Finding(misconception, f"{where} {got}, expected {right}.", right, got)
+
+
+def right_axes(found, replicas, shards):
+    """Each rank knows the ranks of its node, the ranks that hold the same rows, and its place among them."""
+    for rank, axes in enumerate(found):
+        right = facts.lines_of(rank, replicas, shards)
+        for name, other in (("shard", "replicate"), ("replicate", "shard")):
+            (*members, number), of = axes[name], right[name]
+            where = f"Mesh {replicas} x {shards}, rank {rank}: the axis {name} has"
+            for got in members:
+                equal("axes-swapped" if got == right[other] else "wrong-group", f"{where} ranks", got, of)
+            equal("wrong-group", f"{where} this rank at place", number, of.index(rank))
 
 
 def runs(ranks, seed, name, replicas, shards):

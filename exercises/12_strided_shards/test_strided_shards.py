@@ -26,25 +26,20 @@ pytestmark = pytest.mark.exercise("12", title="Strided shards", file="strided_sh
 PADDING, REPLICA = 777.0, 888.0  # values that must not be in a whole tensor
 
 
-@pytest.mark.points(0, ask="Which axes have cut this dim before FSDP does?")
-def test_cut(ranks, seed):
-    """FSDP's placement counts the pieces that exist when it cuts, and nothing else."""
-    cases = axes_before_fsdp(seed)
-    found = answers(ranks, "cut_after", [(each.axes, each.dim) for each in cases])
-    agree("cut_after", cases, found, Axes.cut, CUT_MISTAKES, "wrong-split-factor")
-
-
-@pytest.mark.points(1, ask="Which placements does a parameter have, from the outer axis to the inner one?")
+@pytest.mark.points(
+    1, ask="Which axes have cut this dim before FSDP does, and where do their placements stand?"
+)
 def test_placement(ranks, seed):
-    """In the joined mesh, FSDP's axes are the outer ones, and the placements of the others stay."""
+    """FSDP's placement counts the pieces that exist when it cuts. In the joined mesh, FSDP's axes are the outer ones."""
     cases = axes_before_fsdp(seed)
+    cuts = answers(ranks, "cut_after", [(each.axes, each.dim) for each in cases])
     arguments = [(each.own, [p for p, _ in each.axes], [n for _, n in each.axes], each.dim) for each in cases]
     found = answers(ranks, "joined_placements", arguments)
+    agree("cut_after", cases, cuts, Axes.cut, CUT_MISTAKES, "wrong-split-factor")
     agree("joined_placements", cases, found, Axes.joined, JOINED_MISTAKES, "wrong-placement")
-    test_cut(ranks, seed)
 
 
-@pytest.mark.points(0, ask="In which order were the cuts made that the placements describe?")
+@pytest.mark.points(1, ask="In which order were the cuts made that the placements describe?")
 def test_order(ranks, seed):
     """The order of the cuts follows from the placements; split factors that no cuts make are refused."""
     cases = small_cuts() + mixed_cuts(seed)
@@ -62,21 +57,17 @@ def test_order(ranks, seed):
         same(misconception, where, str(answer)[:10], "ValueError")
 
 
-@pytest.mark.points(1, ask="What is left of the rows after each cut, and where does it begin?")
-def test_box(ranks, seed):
-    """Each rank has the box that chunks of chunks leave, for every length."""
-    cases = [Box(cuts, shape, at) for cuts, shape in shapes_to_cut(seed) for at in cuts.coordinates]
-    arguments = [(box.shape, box.cuts.mesh, box.cuts.by_dim, box.coordinate) for box in cases]
-    found = answers(ranks, "box_of", arguments)
-    agree("box_of", cases, found, Box.right, BOX_MISTAKES, "wrong-rows", Box.alike)
-
-
-@pytest.mark.points(1, ask="Which part of a shard is padding, and which tensor owns its memory?")
+@pytest.mark.points(1, ask="What is left of the rows after each cut, and which tensor owns its memory?")
 def test_shards(ranks, seed):
-    """Shards are these boxes, padded at their end if asked for, each in its own memory; gradients flow back."""
+    """Each rank has the box that chunks of chunks leave. Shards are these boxes, each in its own memory; gradients flow back."""
+    boxes = [Box(cuts, shape, at) for cuts, shape in shapes_to_cut(seed) for at in cuts.coordinates]
+    arguments = [(box.shape, box.cuts.mesh, box.cuts.by_dim, box.coordinate) for box in boxes]
+    of_boxes = answers(ranks, "box_of", arguments)
     cases = tensors(seed)
     arguments = [(each.whole, each.cuts.mesh, each.cuts.placements, each.pad) for each in cases]
-    for case, found in zip(cases, answers(ranks, "shard_strided", arguments), strict=True):
+    of_tensors = answers(ranks, "shard_strided", arguments)
+    agree("box_of", boxes, of_boxes, Box.right, BOX_MISTAKES, "wrong-rows", Box.alike)
+    for case, found in zip(cases, of_tensors, strict=True):
         right, where = case.shards(), f"{case} shard_strided:"
         ran(where, found)
         same("not-a-shard-each", f"{where} the number of shards", len(found["shards"]), len(right))
@@ -91,7 +82,6 @@ def test_shards(ranks, seed):
         same("kept-alive", f"{where} the bytes that shards keep alive", found["bytes"], held)
         same("kept-alive", f"{where} memory that shards share", found["shared"], False)
         same("grad-lost", f"{where} the gradient of the tensor that is cut", found["grad"], grad)
-    test_order(ranks, seed)
 
 
 @pytest.mark.points(1, ask="Where does the first element of each shard belong?")

@@ -4,7 +4,7 @@ The tests start one model on 1, 3 and 4 ranks, in both ways: by `fully_shard` on
 rows. On one rank, they draw whole parameters with your `row_generator`, row by row. Every rank must have its part of exactly these.
 `init` notes how it is called, and a watcher sees all memory that is allocated.
 
-    pytest exercises/13_meta_start -k generator     one test; 0 points say that others need it
+    pytest exercises/13_meta_start -k weights     one test
 """
 
 from itertools import product
@@ -26,13 +26,8 @@ ways = pytest.mark.parametrize("way", facts.WAYS)
 ROWS = 3  # that may be in memory at once: a row and its copies
 
 
-@pytest.mark.points(0, ask="On what does the first number of this generator depend?")
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_generator(ranks, seed, world_size):
+def right_generators(found, alone, keys, world_size):
     """A row's generator depends on seed, name and number, and on nothing else."""
-    keys = confusing_keys(seed)
-    found = ranks(world_size).ask(facts.probe_generators, "facts", seed=seed, keys=keys)[-1]
-    alone = ranks(1).ask(facts.probe_generators, "facts", seed=seed, keys=keys)[0]
     said = [f"row_generator({number}, {name!r}, {row})" for number, name, row in keys]
     equal("wrong-value", "row_generator returns a", found["kind"], "Generator on cpu")
     equal(
@@ -82,9 +77,17 @@ def test_hollow(ranks, seed):
 @sizes
 @ways
 def test_weights(ranks, seed, way, world_size):
-    """On any number of ranks, the model has the same weights, each rank its own part of them; nothing else changes."""
-    found = ranks(world_size).ask(facts.probe_start, "found", seed=seed, way=way)
-    weights = ranks(1).ask(facts.probe_generators, "weights", seed=seed, keys=confusing_keys(seed))[0]
+    """On any number of ranks, the model has the same weights, each rank its own part of them, also if it has run; nothing else changes."""
+    keys, asked = confusing_keys(seed), ranks(world_size)
+    generators = asked.ask(facts.probe_generators, "facts", seed=seed, keys=keys)
+    alone = ranks(1).ask(facts.probe_generators, "facts", seed=seed, keys=keys)
+    weights = ranks(1).ask(facts.probe_generators, "weights", seed=seed, keys=keys)
+    found = asked.ask(facts.probe_start, "found", seed=seed, way=way)
+    again = (
+        asked.ask(facts.probe_again, "found", seed=seed) if (way, world_size) == ("fully_shard", 3) else []
+    )
+    right_generators(generators[-1], alone[0], keys, world_size)
+    weights = weights[0]
     for rank, said in enumerate(found):
         where = f"{way}, rank {rank} of {world_size}:"
         twice = f"{where} init is called for head.weight, which is embed.weight under another name"
@@ -106,16 +109,7 @@ def test_weights(ranks, seed, way, world_size):
             "not-registered", f"{where} the modules hold other parameters than before", said["objects"], True
         )
         equal("not-allocated", f"{where} init_shards takes a model on the meta device", said["refused"], True)
-    test_generator(ranks, seed, world_size=3)
-    test_again(ranks, seed)
-
-
-@pytest.mark.points(0, ask="Which parameters are registered after a forward, and which of them stay?")
-def test_again(ranks, seed):
-    """A model that has run gets other weights: its shards are filled, not what a forward has left whole."""
-    found = ranks(3).ask(facts.probe_again, "found", seed=seed)
-    weights = ranks(1).ask(facts.probe_generators, "weights", seed=seed, keys=confusing_keys(seed))[0]
-    for rank, said in enumerate(found):
+    for rank, said in enumerate(again):  # its shards are filled, not what the forward has left whole
         for name, whole in weights.items():
             part, _ = part_of(name, whole, "fully_shard", 3, rank)
             if not alike(said[name], part):

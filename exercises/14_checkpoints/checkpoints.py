@@ -1,6 +1,7 @@
 """14 Checkpoints: save a sharded model and its optimizer; load both on any number of ranks; survive a crash at any moment.
 
-The files in the folder are your own design. They may hold any number of saves; a load finds the last one that is complete.
+The files in the folder are your own design. They may hold any number of saves; a load finds the last one that is complete. Someone may
+move the folder between a save and a load.
 """
 
 from __future__ import annotations

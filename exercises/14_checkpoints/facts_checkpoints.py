@@ -200,21 +200,32 @@ def saved(folder: Path, model: nn.Module, seed: int, which: int, shape: tuple[in
 
 
 def loaded(folder: Path, model: nn.Module, seed: int, is_new: bool = True) -> Found:
-    """Load into a model with other values. Return this rank's parts, and whether a step of the optimizer is possible."""
+    """Load into a model with other values. Return this rank's parts, and what the optimizer's next step raises."""
     model, optimizer = sharded(model)
     fill(model, optimizer, seed, LATER, has_state=not is_new)
     objects = [id(param) for param in model.parameters()]
     submitted().load(folder, model, optimizer)
     tensors = tensors_of(model, optimizer)
-    found: Found = {"tensors": {key: local_of(tensor).detach().clone() for key, tensor in tensors.items()}}
+    # a step may be a number
+    locals_of = {key: local_of(torch.as_tensor(value)) for key, value in tensors.items()}
+    found: Found = {"tensors": {key: tensor.detach().clone() for key, tensor in locals_of.items()}}
     found["kinds"] = {key: isinstance(tensor, DTensor) for key, tensor in tensors.items()}
-    found["lr"] = [float(group["lr"]) for group in optimizer.param_groups]
-    found["weight_decay"] = [float(group["weight_decay"]) for group in optimizer.param_groups]
+    for key in ("lr", "weight_decay"):
+        found[key] = [number_in(group[key]) for group in optimizer.param_groups]
     found["objects"] = objects == [id(param) for param in model.parameters()]
     for param in model.parameters():
         param.grad = torch.zeros_like(param) if param.requires_grad else None
-    optimizer.step()
+    try:
+        optimizer.step()
+        found["step"] = ""
+    except Exception as error:
+        found["step"] = f"{type(error).__name__}: {error}"[:200]
     return found
+
+
+def number_in(value: Any) -> float | str:
+    """Return a number as a float, anything else as its text, with its type."""
+    return float(value) if isinstance(value, float | int | Tensor) else f"{type(value).__name__} {value!r}"
 
 
 def outcome(folder: Path, seed: int) -> Found:
@@ -229,11 +240,15 @@ def outcome(folder: Path, seed: int) -> Found:
 
 @simulates
 def probe_pairs(report: Report, seed: int) -> None:
-    """Save with each number of ranks, and load each save with each number of ranks; "2 → 3" is the key."""
+    """Save with each number of ranks, move the folder, and load each save with each number of ranks; "2 → 3" is the key."""
     for before in SIZES:
         with group_of(before) as is_in:
             if is_in:
-                saved(new_folder(f"pairs {before}"), Model(seed, 8), seed, OLD)
+                saved(new_folder(f"new {before}"), Model(seed, 8), seed, OLD)
+        meet()
+        if int(os.environ["RANK"]) == 0:
+            new_folder(f"new {before}").rename(new_folder(f"pairs {before}"))
+    meet()
     found = dict[str, Found]()
     for after in SIZES:
         with group_of(after) as is_in:
@@ -242,7 +257,7 @@ def probe_pairs(report: Report, seed: int) -> None:
                 try:
                     found[f"{before} → {after}"] = loaded(folder, model, seed, is_new=before != after)
                 except Exception as error:
-                    error.add_note(f"saved by {before}, loading on {after}")
+                    error.add_note(f"saved by {before}, moved, loading on {after}")
                     raise
     report["pairs"] = found
 
@@ -372,7 +387,11 @@ def damages(content: bytes, draw: random.Random) -> Iterator[tuple[str, bytes | 
     yield "is gone", None
     for left in sorted({0, len(content) // 2, len(content) - 1}):
         yield f"has only its first {left} B of {len(content)}", content[:left]
-    places = {0: 1, len(content) - 1: 1, **{draw.randrange(len(content)): 1 << draw.randrange(7) for _ in range(12)}}
+    places = {
+        0: 1,
+        len(content) - 1: 1,
+        **{draw.randrange(len(content)): 1 << draw.randrange(7) for _ in range(12)},
+    }
     numbers = {found[0]: found.end() - 1 for found in re.finditer(rb"\d\.\d+", content) if content.isascii()}
     places |= {last: 1 for last in list(numbers.values())[:8]}  # in a text, still a number
     for place, bit in sorted(places.items()):
@@ -388,6 +407,9 @@ def probe_damaged(report: Report, seed: int) -> None:
     tree = first_save(folder, seed, 2)
     with group_of(1) as is_in:
         for name, content in tree.items() if is_in else ():
+            if not found:
+                crashes.write(folder, tree)
+                found.append(["nothing", False, outcome(folder, seed)])
             for words, left in damages(content, draw) if content else ():
                 damaged = (
                     {**tree, name: left} if left is not None else {k: v for k, v in tree.items() if k != name}

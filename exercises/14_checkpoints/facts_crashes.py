@@ -3,7 +3,8 @@
 Note [What a disk promises]
     A killed process leaves files and names as they are: its finished steps are done. A power cut leaves at least the content that a file
     had at its last fsync, and at least the names that a directory had at its own last fsync. Later changes may be there or not, for each
-    directory and each file alike; a single new name may have reached the disk before all others. While steps are watched, fsync
+    directory and each file alike; a single new name may have reached the disk before all others. The name of a symbolic link brings its
+    target along. While steps are watched, fsync
     itself does nothing: this changes nothing that is noted, and saves time.
 
 Left out: an fsync that lies, torn sectors, files that are changed through mapped memory.
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 EVERYTHING = -1  # in place of an inode: all of the disk
+LINK = b"link:"  # begins the content of a symbolic link
 SYNCS = ("fsync", "fdatasync", "sync")
 CHANGES = (
     """rename replace remove unlink rmdir mkdir link symlink truncate ftruncate write pwrite writev sendfile
@@ -133,7 +135,7 @@ class Steps:
             found = names[self._inode(here)] = {name: self._inode(path) for name, path in paths.items()}
             for name, path in paths.items():
                 if os.path.islink(path):
-                    data[found[name]] = b"link:" + os.fsencode(os.readlink(path))
+                    data[found[name]] = LINK + os.fsencode(os.readlink(path))
                 elif name in files:
                     with _OPEN(path, "rb") as file:
                         data[found[name]] = file.read()
@@ -247,6 +249,7 @@ def crashes(moments: Sequence[Moment]) -> Iterator[Crash]:
     )  # what is certain; and what was last
     for moment in moments:
         latest |= moment.data
+        data |= {inode: now for inode, now in moment.data.items() if now.startswith(LINK)}
         is_last = moment is moments[-1]
         found = [(False, tree_of(moment.root, moment.names, latest))]
         for chosen in _choices(names, moment.names):
@@ -289,7 +292,7 @@ def tree_of(root: int, names: dict[int, dict[str, int]], data: dict[int, bytes],
 
 def read(root: Path) -> Tree:
     paths = [(str(path.relative_to(root)), path) for path in sorted(root.rglob("*"))]
-    link = {name: b"link:" + os.fsencode(os.readlink(path)) for name, path in paths if path.is_symlink()}
+    link = {name: LINK + os.fsencode(os.readlink(path)) for name, path in paths if path.is_symlink()}
     return {name: link.get(name) or (None if path.is_dir() else path.read_bytes()) for name, path in paths}
 
 
@@ -300,8 +303,8 @@ def write(root: Path, tree: Tree) -> None:
     for name, content in sorted(tree.items()):
         if content is None:
             (root / name).mkdir()
-        elif content.startswith(b"link:"):
-            (root / name).symlink_to(os.fsdecode(content[5:]))
+        elif content.startswith(LINK):
+            (root / name).symlink_to(os.fsdecode(content.removeprefix(LINK)))
         else:
             (root / name).write_bytes(content)
 

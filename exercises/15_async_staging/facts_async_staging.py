@@ -4,11 +4,14 @@ Note [Races without a clock]
     A thread that a save starts is held until every tensor of the state has changed, and `write` until the next call waits for something,
     or the test does: then everything has changed once more. So a copy that is made late, or shares memory, always shows. If the call
     that has begun a save waits although all earlier gates are open, it waits for its own save: this is noted, and its gate opens, too.
+    A lock of the file (`Lock`) counts as such a wait only while its holder cannot go on by itself: a thread that is held back, or the
+    main thread, which holds the lock until a thread releases it.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -137,6 +140,7 @@ class Stage:
         self.staged, self.alive = list[dict[int, int]](), list[Any]()
         self.fails = dict[int, BaseException]()
         self.is_inside = False
+        self.held = {self.main}  # threads that cannot release a lock for which the main thread waits
 
     def write(self, copy: State) -> None:
         self.written += 1
@@ -146,7 +150,7 @@ class Stage:
         if threading.current_thread() is self.main:
             self.notes.append(f"waits {self.call}")
         else:
-            self.gates[number].wait()
+            self.hold(self.gates[number])
         self.seen.append(described(copy))
         self.staged.append({address: each.nbytes() for address, each in storages_of(copy).items()})
         self.alive += [weakref.ref(each) for each in storages_of(copy).values()]
@@ -154,6 +158,12 @@ class Stage:
         del copy
         if number in self.fails:
             raise self.fails[number]
+
+    def hold(self, gate: threading.Event) -> None:
+        """Hold this thread back until a gate is open."""
+        self.held.add(threading.current_thread())
+        gate.wait()
+        self.held.discard(threading.current_thread())
 
     def save(self, saver: Any, state: State) -> Any:
         self.call += 1
@@ -191,7 +201,7 @@ class Stage:
         def at_the_gate(thread: threading.Thread) -> None:
             number = getattr(thread, "begun_by", 0)
             if number:
-                self.begins[number].wait()
+                self.hold(self.begins[number])
             run(thread)
             self.came[number].set()
 
@@ -214,11 +224,26 @@ class Stage:
             stack.enter_context(mock.patch.object(threading, "excepthook", lambda args: None))
             for owner, name in waiting:
                 stack.enter_context(mock.patch.object(owner, name, self._before(getattr(owner, name))))
+            stack.enter_context(self._locks_seen())
             try:
                 yield
             finally:
                 for gate in (*self.gates, *self.begins):
                     gate.set()
+
+    @contextmanager
+    def _locks_seen(self) -> Iterator[None]:
+        """Give the student's file locks that are seen (`Lock`)."""
+        names, make = vars(submitted()), threading.Lock
+
+        def lock() -> Any:
+            return Lock(self) if sys._getframe(1).f_globals is names else make()
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(threading, "Lock", lock))
+            for name in [name for name, value in names.items() if value is make]:  # from threading import Lock
+                stack.enter_context(mock.patch.dict(names, {name: lock}))
+            yield
 
     def _before(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def wait(*args: Any, **kwargs: Any) -> Any:
@@ -227,6 +252,36 @@ class Stage:
             return function(*args, **kwargs)
 
         return wait
+
+
+class Lock:
+    """A lock that opens gates if the main thread waits for a thread that is held back (Note [Races without a clock])."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.lock = stage, threading._allocate_lock()  # type: ignore[attr-defined]
+        self.holder: threading.Thread | None = None
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        found: bool = self.lock.acquire(False)
+        while not found and blocking:
+            if self.holder in self.stage.held:
+                self.stage.waits()
+            found = self.lock.acquire(True, 0.05 if timeout < 0 else timeout)
+            blocking = timeout < 0
+        if found:
+            self.holder = threading.current_thread()
+        return found
+
+    def release(self) -> None:
+        self.lock.release()
+
+    def locked(self) -> bool:
+        return bool(self.lock.locked())
+
+    __enter__ = acquire
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
 
 def probe_saves(report: Report, seed: int) -> None:

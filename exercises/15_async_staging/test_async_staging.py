@@ -9,7 +9,7 @@ Your file has a class `Saver`. The tests give it a function `write`, which notes
 There is no clock: `write` is held back until the call has returned and every tensor of the state has another value, and so are all
 threads that the call starts (`facts.Stage`).
 
-    pytest exercises/15_async_staging -k snapshot     one test; 0 points say that others need it
+    pytest exercises/15_async_staging -k snapshot     one test
 """
 
 import facts_async_staging as facts
@@ -41,6 +41,21 @@ def saved(ranks, seed):
     return by_rank
 
 
+def in_background(found, where):
+    """`save` returns before `write` has ended; the next save begins after that; `wait` returns when it has."""
+    notes, order = found["notes"], order_of(found["notes"])
+    for turn in SAVES:
+        if f"waits {turn}" in order and order[f"waits {turn}"] < order[f"returns {turn}"]:
+            raise Finding("waits-for-write", f"{where} call {turn} of save waits for its own write.")
+    waited_for_writes(found, where)
+    for turn in SAVES[1:]:
+        if order[f"returns {turn}"] < order[f"written {turn - 1}"]:
+            words = f"{where} save {turn} has returned while save {turn - 1} still writes."
+            raise Finding("saves-overlap", words)
+    writes = sum(note.startswith("write ") for note in notes)
+    equal("saves-overlap", f"{where} calls of write", writes, len(SAVES))
+
+
 def waited_for_writes(found, where):
     order = order_of(found["notes"])
     for turn in SAVES:
@@ -52,10 +67,11 @@ def order_of(notes):
     return {note: place for place, note in reversed(list(enumerate(notes)))}
 
 
-@pytest.mark.points(0, ask="Which leaves share memory in the state, and what changes in the next step?")
+@pytest.mark.points(1, ask="Which part of a save must be over before the next step may change anything?")
 def test_snapshot(ranks, seed):
-    """`write` gets the values that the state had when `save` was called, whatever changes afterwards; tied tensors stay tied."""
+    """`save` returns before `write` has ended. `write` gets the values that the state had when `save` was called; tied tensors stay tied."""
     for rank, found in saved(ranks, seed):
+        in_background(found, f"Rank {rank} of 2:")
         for turn in SAVES:
             where = f"Rank {rank} of 2, save {turn}:"
             shared = set(found["source"]) & set(found["staged"][turn - 1])
@@ -111,30 +127,6 @@ def test_buffers(ranks, seed):
             raise Finding(
                 "kept-alive", f"{where} {small} {found['kept buffers']:,}.", 12, found["kept buffers"]
             )
-
-
-@pytest.mark.points(1, ask="Which part of a save must be over before the next step may change anything?")
-def test_background(ranks, seed):
-    """`save` returns before `write` has ended; the next save begins after that; `wait` returns when it has."""
-    for rank, found in saved(ranks, seed):
-        notes, where = found["notes"], f"Rank {rank} of 2:"
-        order = order_of(notes)
-        for turn in SAVES:
-            if f"waits {turn}" in order and order[f"waits {turn}"] < order[f"returns {turn}"]:
-                raise Finding("waits-for-write", f"{where} call {turn} of save waits for its own write.")
-        waited_for_writes(found, where)
-        for turn in SAVES[1:]:
-            if order[f"returns {turn}"] < order[f"written {turn - 1}"]:
-                raise Finding(
-                    "saves-overlap", f"{where} save {turn} has returned while save {turn - 1} still writes."
-                )
-        equal(
-            "saves-overlap",
-            f"{where} calls of write",
-            sum(note.startswith("write ") for note in notes),
-            len(SAVES),
-        )
-    test_snapshot(ranks, seed)
 
 
 @pytest.mark.points(1, ask="Which code waits for this save, and which code has seen its failure?")
