@@ -349,7 +349,7 @@ def _judged(
             **settings,
             "secret": hashlib.sha256(b"settings" + options.secret.read_bytes()).hexdigest()[:16],
         }
-    with suppress(OSError):
+    with suppress(OSError, ValueError, KeyError):
         before = json.loads(options.outcome(submission).read_text())
         if before["settings"] == settings and before["files"] == collected.files:
             return UNCHANGED

@@ -124,18 +124,19 @@ def _holds_exercises(folder: Path, judged: Sequence[str]) -> bool:
 
 
 def _named(paths: Sequence[Path]) -> list[Submission]:
-    """Give each path a name and a key. Two submissions with the same key get numbers."""
-    found: dict[str, Submission] = {}
+    """Give each path a name and a key. Two submissions with the same key or name get numbers."""
+    found, names = dict[str, Submission](), set[str]()
     for path in paths:
         full = os.fsencode(path.absolute().name).decode(errors="backslashreplace")
         end = next((end for end in SUFFIXES if full.casefold().endswith(end)), "")
         name = "".join(each if each.isprintable() else "?" for each in full[: len(full) - len(end)])
         plain = re.sub(r"[^\w+@=.-]+", "_", name).strip(".")[:120] or "_"
-        key, number = plain, 1
-        while key.casefold() in found:
+        key, shown, number = plain, name, 1
+        while key.casefold() in found or shown in names:
             number += 1
-            key = f"{plain}-{number}"
-        found[key.casefold()] = Submission(name if number == 1 else f"{name} ({number})", key, path)
+            key, shown = f"{plain}-{number}", f"{name} ({number})"
+        names.add(shown)
+        found[key.casefold()] = Submission(shown, key, path)
     return list(found.values())
 
 
