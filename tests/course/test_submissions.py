@@ -130,7 +130,9 @@ def test_each_entry_of_a_class_is_a_submission_with_a_name_of_its_own(tmp_path: 
         (tmp_path / name).write_bytes(zipped(BOTH))
     (tmp_path / "grades").mkdir()
     found = submissions.find([tmp_path], JUDGED, but=[tmp_path / "grades"])
-    assert len({each.key.casefold() for each in found}) == len({each.name for each in found}) == len(found) == 5
+    assert (
+        len({each.key.casefold() for each in found}) == len({each.name for each in found}) == len(found) == 5
+    )
     assert {each.name for each in found} >= {"ada", "ada (2)", "Bób <x>"}
     assert all((tmp_path / f"{each.key}.json").parent == tmp_path for each in found)
 
