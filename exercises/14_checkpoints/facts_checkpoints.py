@@ -64,6 +64,14 @@ class Small(nn.Module):
         self.layer = nn.Linear(2, 3 + seed % 3)
 
 
+class Middle(nn.Module):
+    """Parts that are longer than what a careless checksum looks at."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(40, 30 + seed % 3)
+
+
 class Wide(nn.Module):
     """One large weight."""
 
@@ -228,10 +236,10 @@ def number_in(value: Any) -> float | str:
     return float(value) if isinstance(value, float | int | Tensor) else f"{type(value).__name__} {value!r}"
 
 
-def outcome(folder: Path, seed: int) -> Found:
+def outcome(folder: Path, seed: int, kind: type[nn.Module] = Small) -> Found:
     """Load a small model on one rank: its values, or the error that was raised."""
     try:
-        return loaded(folder, Small(seed), seed)
+        return loaded(folder, kind(seed), seed)
     except Exception as error:
         if isinstance(error, NotImplementedError):
             raise
@@ -285,10 +293,10 @@ def probe_bytes(report: Report, seed: int) -> None:
 # --- Saves that end too early ------------------------------------------------------------------------------
 
 
-def first_save(folder: Path, seed: int, world_size: int) -> crashes.Tree:
+def first_save(folder: Path, seed: int, world_size: int, kind: type[nn.Module] = Small) -> crashes.Tree:
     with group_of(world_size) as is_in:
         if is_in:
-            saved(folder, Small(seed), seed, OLD)
+            saved(folder, kind(seed), seed, OLD)
     meet()
     return crashes.read(folder)
 
@@ -367,9 +375,10 @@ def probe_ended(report: Report, seed: int, how: str) -> None:
                 leave()
             (folder.parent / f"last {rank}").write_text(steps.last)
             meet()
-            if not (last := (folder.parent / f"last {victim}").read_text()):
-                break
+            last = (folder.parent / f"last {victim}").read_text()
             trees.append([victim, last, error, crashes.read(folder)])
+            if not last:  # nothing has ended this save
+                break
     found = list[Any]()
     with group_of(1) as is_in:
         for victim, last, error, tree in trees:
@@ -404,18 +413,17 @@ def damages(content: bytes, draw: random.Random) -> Iterator[tuple[str, bytes | 
 def probe_damaged(report: Report, seed: int) -> None:
     """Damage each file of a save by two ranks in several ways, and report what a load finds."""
     folder, draw, found = new_folder("damaged"), random.Random(seed), list[Any]()
-    tree = first_save(folder, seed, 2)
+    tree = first_save(folder, seed, 2, Middle)
     with group_of(1) as is_in:
         for name, content in tree.items() if is_in else ():
             if not found:
                 crashes.write(folder, tree)
-                found.append(["nothing", False, outcome(folder, seed)])
+                found.append(["nothing", False, outcome(folder, seed, Middle)])
             for words, left in damages(content, draw) if content else ():
                 damaged = (
                     {**tree, name: left} if left is not None else {k: v for k, v in tree.items() if k != name}
                 )
                 crashes.write(folder, damaged)
-                found.append(
-                    [f"{name} {words}", left is None or len(left) < len(content), outcome(folder, seed)]
-                )
+                is_short = left is None or len(left) < len(content)
+                found.append([f"{name} {words}", is_short, outcome(folder, seed, Middle)])
     report["damaged"] = found

@@ -138,7 +138,10 @@ def ended(error: RankError, exceeded: str, folder: Path, path: Path) -> Finding:
     if "exit with status" in got or got.startswith(("SystemExit", "KeyboardInterrupt")):
         return Finding("left-early", f"Rank {rank} left: {got}.")
     if error.reason == "late":
-        is_asleep = f"rank {rank} in no collective" in got
+        alone_at = re.search(rf"rank {rank} in no collective, at (\S+):\d+", got)
+        # outside of the file it waits for a rank that waits in a collective
+        is_left = alone_at and "waiting in" in got and Path(alone_at[1]).name != path.name
+        is_asleep = f"rank {rank} in no collective" in got and not is_left
         line = _line_in(error.traceback, path, innermost=-1)
         alone = "endless" if line else "left-undone"
         return Finding(alone if is_asleep else _stuck(error.got), f"{got[:1].upper()}{got[1:]}.{line}")
