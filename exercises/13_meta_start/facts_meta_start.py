@@ -5,8 +5,6 @@ from __future__ import annotations
 import builtins
 import gc
 import random
-import sys
-import types
 import weakref
 from typing import Any
 from unittest import mock
@@ -232,40 +230,3 @@ def all_of(model: nn.Module) -> list[tuple[str, Tensor]]:
 def described(model: nn.Module) -> dict[str, str]:
     kinds = {name: f"{type(each).__name__} {tuple(each.shape)} {each.dtype}" for name, each in all_of(model)}
     return {name: f"{kinds[name]}, requires_grad {each.requires_grad}" for name, each in all_of(model)}
-
-
-# --- Your own file -----------------------------------------------------------------------------------------
-
-
-def small_model() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 5))
-
-
-def loss_of(model: nn.Module) -> Tensor:
-    loss: Tensor = model(torch.ones(2, 4)).square().mean()
-    return loss.detach()
-
-
-def probe_own(report: Report, seed: int, text: str, path: str) -> None:
-    """Start a model that a file of the stations shards, and one that is not sharded. Report both losses; None if it cannot shard."""
-    own = types.ModuleType("my_fsdp_of_13")
-    sys.modules[own.__name__] = own
-    exec(compile(text, path, "exec", dont_inherit=True), vars(own))
-    losses = list[Tensor]()
-    for shard in (own.fully_shard, lambda module: module):
-        with torch.device("meta"):
-            model = small_model()
-        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-        submitted().hollow(model, "cpu")
-        try:
-            for module in (*model, model):
-                shard(module)
-        except NotImplementedError:
-            report["losses"] = None
-            return
-        if shard is not own.fully_shard:
-            for param in model.parameters():
-                param.data = param.data.clone(memory_format=torch.contiguous_format)
-        submitted().init_shards(model, shapes, noise, seed)
-        losses.append(loss_of(model))
-    report["losses"] = losses

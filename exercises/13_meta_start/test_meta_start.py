@@ -138,26 +138,6 @@ def test_bytes(ranks, seed, way, world_size):
                 raise Finding(kind, sentence, f"{most} B, three rows", said[fact])
 
 
-@pytest.mark.points(0, ask="Which rows does your fully_shard copy, and when?")
-def test_your_own_file(ranks, seed, submission):
-    """A model that your own my_fsdp.py shards starts hollow, too, and has the same weights. Skipped before station 03."""
-    here = submission.path.parent
-    path = next((each for each in (here / "my_fsdp.py", here.parent / "my_fsdp.py") if each.exists()), None)
-    if path is None:
-        pytest.skip("there is no my_fsdp.py")
-    found = ranks(3).ask(facts.probe_own, "losses", seed=seed, text=path.read_text(), path=str(path))
-    if found[0] is None:
-        pytest.skip("my_fsdp.py cannot shard yet")
-    for rank, (loss, unsharded) in enumerate(found):
-        if not torch.allclose(loss, unsharded, rtol=1e-4):
-            raise Finding(
-                "wrong-value",
-                f"Rank {rank} of 3: the first loss is {loss:g}, unsharded {unsharded:g}.",
-                unsharded,
-                loss,
-            )
-
-
 # --- What is right -----------------------------------------------------------------------------------------
 
 
