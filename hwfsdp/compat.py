@@ -433,9 +433,8 @@ def is_fake_work(work: dist.Work) -> bool:
 
 
 def kinds_of_work() -> list[type]:
-    """Return torch's classes that define `wait`: all works, and the works of fake process groups if theirs is another one."""
-    fake = getattr(torch._C._distributed_c10d, "FakeWork", None)
-    return [dist.Work, *([fake] if fake is not None and "wait" in vars(fake) else [])]
+    """Return the classes that define `wait`: torch's works, and classes derived from them, as for fake process groups."""
+    return [dist.Work, *(kind for kind in dist.Work.__subclasses__() if "wait" in vars(kind))]
 
 
 @contextmanager

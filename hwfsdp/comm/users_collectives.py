@@ -85,12 +85,12 @@ _works: WeakKeyDictionary[Any, _Wait] = WeakKeyDictionary()
 def note_from_now_on() -> None:
     """Put the wrappers in place, for the rest of this process."""
     for name, method in list(vars(dist.ProcessGroup).items()):
-        if op := _op_of(name):
+        if op := op_of(name):
             setattr(dist.ProcessGroup, name, _watched(method, op, whole=int(op in _SECOND)))
     setattr(dist.Work, "wait", _watched_wait(dist.Work.wait))
 
 
-def _op_of(method: str) -> str:
+def op_of(method: str) -> str:
     """Return the op of a method of the process group: "all_gather" for "_allgather_base". "" for all other methods."""
     flat = method.replace("_", "").removeprefix("monitored")
     return next((op for op in _OPS if flat.startswith(op.replace("_", ""))), "")
@@ -139,7 +139,7 @@ def _watched_wait(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _describe(group: dist.ProcessGroup, op: str, args: tuple[Any, ...], whole: list[Tensor]) -> _Wait:
     """Describe a call of this thread, and note it if it is a collective of the user."""
-    frame, function = _caller(sys._getframe(2))
+    frame, function = caller(sys._getframe(2))
     first = (whole[0].dtype, whole[0].shape) if whole else None
     peer = args[1] if op in _BETWEEN_TWO and len(args) > 2 else None
     is_users = frame is not None and not str(frame.f_globals.get("__name__")).startswith("hwfsdp.")
@@ -160,7 +160,7 @@ def _root(group: dist.ProcessGroup, op: str, args: tuple[Any, ...]) -> str:
     return f"({'src' if op in ('broadcast', 'scatter') else 'dst'}={dist.get_global_rank(group, root)})"
 
 
-def _caller(frame: FrameType | None) -> tuple[FrameType | None, str]:
+def caller(frame: FrameType | None) -> tuple[FrameType | None, str]:
     """Return the frame that called `torch.distributed`, and the name of the function that it called."""
     function = ""
     while frame is not None and (module := str(frame.f_globals.get("__name__"))).startswith(_PASSED_THROUGH):

@@ -97,7 +97,6 @@ def on_rank(order: Order) -> bytes:
     call_sites.MOST = 0  # no fact has lines of the program, and to find them takes a tenth of a rank's time
     probes = [getattr(importlib.import_module(each.module), each.name) for each in order.questions]
     order.walls.close_files(order.folder)
-    collective_calls.watch_from_now_on()  # also functions that the file takes by name while it is loaded
     fixed = _fixed()
     try:
         limit_processor(SECONDS)

@@ -1,7 +1,7 @@
 """Wrappers that log the collectives of `torch.distributed`, and the waits for them.
 
-A recording puts wrappers around the functions, and the wrappers log every call. `recording` lists the calls that they do not
-see.
+All functions of `torch.distributed` that move bytes between ranks call a method of the process group. A recording puts wrappers
+around these methods, and the wrappers log every such call. `recording` lists the calls that they do not see.
 
 Note [Streams of a collective]
     FSDP calls its collectives on streams of its own (`core.device_streams`). The log has those streams. A collective that is called outside
@@ -19,12 +19,12 @@ Note [Functional collectives]
 from __future__ import annotations
 
 import functools
-import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -32,194 +32,96 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from hwfsdp.comm.users_collectives import tensors_in
+from hwfsdp.comm.users_collectives import caller, op_of, tensors_in
 from hwfsdp.compat import functional_operators, is_fake_work, kinds_of_work
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
 
 OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # Note [Streams of a collective]
-
-
-class _Collective(NamedTuple):
-    """The meaning of the arguments of a collective.
-
-    Attributes:
-        op: the name to log. reads, writes: names of the arguments that it reads and writes.
-        kinds: the kinds of memory that it reads and writes, if the ledger should count them.
-    """
-
-    op: str
-    reads: str
-    writes: str
-    kinds: tuple[str, str] = ("", "")
-
-    @property
-    def whole(self) -> str:
-        """Return the name of the argument whose bytes count."""
-        return self.writes if self.op in ("all_gather", "scatter", "recv") else self.reads
-
-
-_GATHER = _Collective("all_gather", "input_tensor", "output_tensor", ("", "all_gather_buffer"))
-_SCATTER = _Collective("reduce_scatter", "input", "output", ("reduce_scatter_buffer", "sharded_grad"))
-_WATCHED = {
-    "all_gather_single": _GATHER,
-    "all_gather_into_tensor": _GATHER,
-    "all_gather": _Collective("all_gather", "tensor", "tensor_list"),
-    "reduce_scatter_single": _SCATTER,
-    "reduce_scatter_tensor": _SCATTER,
-    "reduce_scatter": _Collective("reduce_scatter", "input_list", "output"),
-    "all_reduce": _Collective("all_reduce", "tensor", "tensor"),
-    "broadcast": _Collective("broadcast", "tensor", "tensor"),
-    "all_to_all_single": _Collective("all_to_all", "input", "output"),
-    "all_to_all": _Collective("all_to_all", "input_tensor_list", "output_tensor_list"),
-    "all_gather_coalesced": _Collective("all_gather", "input_tensor_list", "output_tensor_lists"),
-    "all_reduce_coalesced": _Collective("all_reduce", "tensors", "tensors"),
-    "reduce": _Collective("reduce", "tensor", "tensor"),
-    "gather": _Collective("gather", "tensor", "gather_list"),
-    "scatter": _Collective("scatter", "scatter_list", "tensor"),
-    "barrier": _Collective("barrier", "", ""),
-    "monitored_barrier": _Collective("barrier", "", ""),
-    "send": _Collective("send", "tensor", ""),
-    "isend": _Collective("send", "tensor", ""),
-    "recv": _Collective("recv", "", "tensor"),
-    "irecv": _Collective("recv", "", "tensor"),
+# the kinds of memory that collectives of one flat tensor read and write
+_KINDS = {
+    "all_gather": ("", "all_gather_buffer"),
+    "reduce_scatter": ("reduce_scatter_buffer", "sharded_grad"),
 }
-_IN_BATCHES = ("isend", "irecv")
-_MANAGER = "_coalescing_manager"  # it has no public name
+# functions that return the works of sends and receives
+_RETURN_WORKS = ("isend", "irecv", "batch_isend_irecv")
 
 
 @contextmanager
 def watch_collectives() -> Iterator[None]:
-    """Make one wrapper per function, and put it at both of the function's names.
-
-    For `isend` and `irecv`, only the name in `torch.distributed` is replaced. To tell sends from receives in a batch, torch compares
-    each operation's function with the name in its own module. The operation may be older than the recording.
-    """
-    if isinstance(dist.all_reduce, _WatchedFunction):  # `watch_from_now_on`
-        yield
-        return
-    wrappers: dict[str, Any] = {
-        name: _WatchedFunction(getattr(dist, name), collective)
-        for name, collective in _WATCHED.items()
-        if hasattr(dist, name)
-    }
-    wrappers[_MANAGER] = _watched_manager(getattr(dist, _MANAGER))
-    wrappers["batch_isend_irecv"] = _watched_batch(dist.batch_isend_irecv)
-    inside = {name: wrapper for name, wrapper in wrappers.items() if name not in _IN_BATCHES}
-    operations = mock.patch.object(dist.P2POp, "__init__", _unwatching(dist.P2POp.__init__))
-    with mock.patch.multiple(dist, **wrappers), mock.patch.multiple(distributed_c10d, **inside), operations:
+    """Put a wrapper around each method that communicates, of torch's process group and of classes derived from it."""
+    calls = {name: op for name in vars(dist.ProcessGroup) if (op := op_of(name))}
+    kinds = (dist.ProcessGroup, *dist.ProcessGroup.__subclasses__())
+    with ExitStack() as patches:
+        for kind, (name, op) in product(kinds, calls.items()):
+            if name in vars(kind):
+                patches.enter_context(mock.patch.object(kind, name, _watched(vars(kind)[name], op)))
+        end = _watched_end(dist.ProcessGroup._end_coalescing)
+        patches.enter_context(mock.patch.object(dist.ProcessGroup, "_end_coalescing", end))
         yield
 
 
-_from_now_on = ExitStack()  # whatever is not kept is undone by the garbage collector
+def _watched(method: Callable[..., Any], op: str) -> Callable[..., Any]:
+    """Log the calls of a method of a process group that come from a function of `torch.distributed`."""
 
-
-def watch_from_now_on() -> None:
-    """Leave the wrappers in place between recordings, so that a function that is imported now and called later is logged, too."""
-    _from_now_on.enter_context(watch_collectives())
-
-
-class _WatchedFunction:
-    """A collective that is logged if a recording is active when it is called.
-
-    It equals the function that it wraps, because torch compares the functions of a batch with `isend` and `irecv`.
-    """
-
-    def __init__(self, original: Callable[..., Any], collective: _Collective) -> None:
-        self.original, self._collective = original, collective
-        self._names = list(inspect.signature(original).parameters)
-        self._needed = {collective.whole} - {""}
-        self._is_async = original.__name__ in _IN_BATCHES
-        functools.update_wrapper(self, original)
-
-    def __eq__(self, other: object) -> bool:
-        return getattr(other, "original", other) is self.original
-
-    def __hash__(self) -> int:
-        return hash(self.original)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = events.active()
-        if recorder is None or recorder.inside_collective:  # one collective calls another
-            return self.original(*args, **kwargs)
-        collective, arguments = self._collective, {**dict(zip(self._names, args)), **kwargs}
-        if not self._needed <= arguments.keys():
-            return self.original(*args, **kwargs)  # its error names the missing argument
-        if recorder.coalesced and recorder.coalesced[0] is arguments.get("group"):
-            recorder.coalesced[1].append((collective, arguments))
-            return self.original(*args, **kwargs)
-        draft = _begin(collective, arguments, recorder, self._is_async or bool(arguments.get("async_op")))
-        for name, kind in zip((collective.reads, collective.writes), collective.kinds, strict=True):
-            if kind and isinstance(arguments.get(name), Tensor):
-                recorder.ledger.watch(arguments[name], kind)
+    @functools.wraps(method)
+    def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        recorder, frame = events.active(), sys._getframe(1)
+        is_watched = recorder is not None and frame.f_globals.get("__name__") == distributed_c10d.__name__
+        if recorder is None or not is_watched or recorder.inside_collective:  # one collective calls another
+            return method(group, *args, **kwargs)
+        is_async = getattr(kwargs.get("opts", args[-1] if args else None), "asyncOp", None)
+        if is_async is None:  # the methods of sends and receives have no options
+            is_async = caller(frame)[1] in _RETURN_WORKS
+        draft = _begin(op, args, recorder, is_async)
         recorder.sample()  # before the call, which may block until the collective ends
         recorder.inside_collective = True
         try:
-            work = self.original(*args, **kwargs)
+            work = method(group, *args, **kwargs)
         finally:
             recorder.inside_collective = False
-        _close_when_done(draft, work, recorder)
+        if work is None and is_async:
+            recorder.coalesced.append(draft)
+        elif work is None:
+            _close_at_return(draft, recorder)
+        elif is_async:
+            _close_when_done(draft, work, recorder)
+        else:  # the function waits for the work before it returns
+            recorder.blocking[work] = draft
         return work
 
-
-def _unwatching(original: Callable[..., None]) -> Callable[..., None]:
-    """Let the operations of a batch hold the original functions, so that they may run after the recording."""
-
-    @functools.wraps(original)
-    def __init__(self: dist.P2POp, op: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        original(self, getattr(op, "original", op), *args, **kwargs)
-
-    return __init__
+    return call
 
 
-def _watched_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Log the operations of a batch. A batch calls their functions itself, so the wrappers of these functions do not see it."""
+def _watched_end(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Log the end of calls that returned no work, because NCCL makes one work of all calls in torch's coalescing manager."""
 
-    @functools.wraps(original)
-    def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> Any:
-        recorder = events.active()
-        if recorder is None:
-            return original(p2p_op_list)
-        drafts = [
-            _begin(_WATCHED[operation.op.__name__], {"tensor": operation.tensor}, recorder, is_async=True)
-            for operation in p2p_op_list
-        ]
-        with events.holding(recorder, inside_collective=True):
-            works = original(p2p_op_list)
-        for number, draft in enumerate(drafts):  # NCCL makes one work of all
-            _close_when_done(draft, works[min(number, len(works) - 1)], recorder)
-        return works
+    @functools.wraps(method)
+    def end(group: dist.ProcessGroup, *args: Any) -> Any:
+        work, recorder = method(group, *args), events.active()
+        if recorder is not None:
+            for draft in recorder.coalesced:
+                _close_when_done(draft, work, recorder)
+            recorder.coalesced.clear()
+        return work
 
-    return batch_isend_irecv
+    return end
 
 
-def _watched_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Log the collectives inside torch's coalescing manager when it ends, because then it runs them."""
-
-    @functools.wraps(original)
-    @contextmanager
-    def manager(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        recorder = events.active()
-        if recorder is None or recorder.inside_collective:
-            with original(*args, **kwargs) as managed:
-                yield managed
-            return
-        calls: list[tuple[_Collective, dict[str, Any]]] = []
-        group = args[0] if args else kwargs.get("group")
-        with original(*args, **kwargs) as managed:
-            with events.holding(recorder, coalesced=(group, calls)):
-                yield managed
-            drafts = [_begin(*call, recorder, is_async=True) for call in calls]
-        for draft in drafts:
-            _close_when_done(draft, managed.works[-1] if managed.works else None, recorder)
-
-    return manager
-
-
-def _begin(collective: _Collective, arguments: dict[str, Any], recorder: Recorder, is_async: bool) -> Draft:
-    draft = begin_on(collective.op, tensors_in(arguments.get(collective.reads)), recorder, is_async)
-    draft.writes = recorder.identify(tensors_in(arguments.get(collective.writes)))
-    describe(draft, tensors_in(arguments.get(collective.whole)))
+def _begin(op: str, args: tuple[Any, ...], recorder: Recorder, is_async: bool) -> Draft:
+    """Begin the event of a method. The method's arguments are what it writes, and what it reads if that is something else."""
+    writes, reads = tensors_in(args[:1]), tensors_in(args[1:2])
+    if op in ("all_reduce", "broadcast", "reduce"):
+        reads = writes
+    elif op == "send":
+        writes, reads = [], writes
+    draft = begin_on(op, reads, recorder, is_async)
+    draft.writes = recorder.identify(writes)
+    describe(draft, writes if op in ("all_gather", "scatter", "recv") else reads)
+    if op in _KINDS and isinstance(args[0], Tensor):
+        for tensors, kind in zip((reads, writes), _KINDS[op], strict=True):
+            if kind:
+                recorder.ledger.watch(tensors[0], kind)
     return draft
 
 
@@ -243,21 +145,22 @@ def describe(draft: Draft, whole: list[Tensor]) -> None:
     draft.bytes = sum(t.numel() * t.element_size() for t in whole)
 
 
-def _close_when_done(draft: Draft, work: Any, recorder: Recorder) -> None:
-    """End the event when its work ends. If the call blocked the host until its end, log a wait of the host, too."""
-    # a work without a future: a coalescing manager will wait
-    if isinstance(work, dist.Work) and getattr(work, "get_future", None):
-        # A stream of the host waits itself, and reports it. Simulated streams wait for no work.
-        if not recorder.stream or (is_fake_work(work) and not recorder.host_runs_stream):
-            recorder.in_flight[work] = draft
-        if is_fake_work(work):
-            draft.close()  # the stream's clock includes the time of this work
-            return
-        try:
-            work.get_future().add_done_callback(lambda _: draft.close(draft.clock("compute")))
-        except RuntimeError:  # some works have no futures
-            draft.close()
+def _close_when_done(draft: Draft, work: dist.Work, recorder: Recorder) -> None:
+    """End the event when its work ends."""
+    # A stream of the host waits itself, and reports it. Simulated streams wait for no work.
+    if not recorder.stream or (is_fake_work(work) and not recorder.host_runs_stream):
+        recorder.in_flight[work] = draft
+    if is_fake_work(work):
+        draft.close()  # the stream's clock includes the time of this work
         return
+    try:
+        work.get_future().add_done_callback(lambda _: draft.close(draft.clock("compute")))
+    except RuntimeError:  # some works have no futures
+        draft.close()
+
+
+def _close_at_return(draft: Draft, recorder: Recorder) -> None:
+    """End the event of a call that has blocked the host until its end, and log a wait of the host."""
     draft.close()
     if draft.stream != "compute" and (recorder.host_runs_stream or not recorder.stream):
         wait = recorder.begin("wait", "compute", after=(draft.seq,), owner=draft.owner)
@@ -272,7 +175,12 @@ def watch_works(recorder: Recorder) -> Iterator[None]:
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
-            draft = recorder.in_flight.get(work)
+            blocking, draft = recorder.blocking.pop(work, None), recorder.in_flight.get(work)
+            if blocking is not None:
+                with events.holding(recorder, inside_collective=True):
+                    result = original(work, *args, **kwargs)
+                _close_at_return(blocking, recorder)
+                return result
             if draft is None or events.active() is not recorder:
                 return original(work, *args, **kwargs)
             if recorder.stream not in ("", "compute"):

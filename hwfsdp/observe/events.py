@@ -2,7 +2,7 @@
 
 Most instruments are outside the code that they watch. So they also see other implementations, even wrong ones:
 
-- wrappers around the functions of `torch.distributed` see collectives;
+- wrappers around the methods of process groups see collectives (`collective_calls`);
 - a wrapper around `UntypedStorage.resize_` sees allocations and frees;
 - the ledger sees dropped flat buffers: before the next buffer is made, it checks which buffers still exist;
 - the optimizer's own hooks give optimizer spans;
@@ -191,7 +191,7 @@ class Recorder:
     Attributes:
         owner, phase, stream, clock: the values for events that begin now and name no others; "" and None mean unknown.
         host_runs_stream: True if a collective that was called on `stream` and returned no work has ended.
-        coalesced: inside torch's coalescing manager, its group, and the collectives that it will run at its end; else None.
+        coalesced: collectives that have begun inside torch's coalescing manager, and whose work it will return at its end.
         ledger: watches memory, numbers storages for `Event.reads` and `writes`, and gives the samples.
         visited: one module of each `fully_shard` call, in the order in which they ran first. Each has the ids of its whole
             parameters, and the numbers of their storages.
@@ -199,7 +199,8 @@ class Recorder:
         last_seq: the seq of the last event on each stream. waits: for each stream, the streams that it waited for, and the last
             seq on each of them that it waited for.
         origin: the time when the recording began. first_step: number of the step in which it began.
-        in_flight: works that their callers will wait for. results: results of functional collectives that nobody has waited for,
+        in_flight: works that their callers will wait for. blocking: works that functions of torch wait for before they return.
+        results: results of functional collectives that nobody has waited for,
             by the numbers of their storages. awaited: while deferred work runs, seqs of the events until whose end it was
             deferred.
         stepping: the steps of optimizers that run now, by the optimizer's id; one that raised stays.
@@ -216,7 +217,7 @@ class Recorder:
     clock: Clock | None = None
     host_runs_stream: bool = True
     inside_collective: bool = False
-    coalesced: tuple[Any, list[Any]] | None = None
+    coalesced: list[Draft] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
     visited: dict[Any, tuple[list[int], tuple[int, ...]]] = field(default_factory=dict)
     groups: Collection[Any] = ()
@@ -224,6 +225,7 @@ class Recorder:
     waits: dict[str, dict[str, int]] = field(default_factory=dict)
     origin: Mark = field(default_factory=HostMark)
     in_flight: WeakKeyDictionary[Any, Draft] = field(default_factory=WeakKeyDictionary)
+    blocking: WeakKeyDictionary[Any, Draft] = field(default_factory=WeakKeyDictionary)
     results: dict[int, Draft] = field(default_factory=dict)
     awaited: tuple[int, ...] = ()
     stepping: dict[int, Draft] = field(default_factory=dict)

@@ -8,16 +8,14 @@ The module `events` lists the instruments, and explains why most of them are out
 
 A recording sees:
 
-- collectives of `torch.distributed` that are called as attributes of this module or of `distributed_c10d`. An object collective
-  is logged as the collectives that it calls, and a batch of sends and receives as its parts;
+- collectives of `torch.distributed`. An object collective is logged as the collectives that it calls, a batch of sends and receives as
+  its parts, and collectives in torch's coalescing manager as one if the backend gets them in one call;
 - functional collectives, which DTensors use; waits for a work;
 - every resize of a storage, and flat buffers that are dropped;
 - forwards and backwards of sharded modules, also when checkpointing repeats them; steps of optimizers.
 
 A recording does not see:
 
-- functions imported by name before the recording (`from torch.distributed import all_reduce`); the `flight_recorder` misses them, too.
-  If torch's coalescing manager was imported so, its collectives are logged when they are called, not when all of them run;
 - collectives that C++ calls: by DDP, in backwards of functional collectives, in compiled graphs;
 - collectives called on a process group itself, such as the messages of checkpoints;
 - streams that a program takes from torch itself, and their waits: work on them counts as work of the compute stream;

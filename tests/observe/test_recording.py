@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import socket
 import time
 import warnings
@@ -18,13 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d, irecv, isend
+from torch.distributed import all_reduce, distributed_c10d, irecv, isend
 from torch.distributed.distributed_c10d import P2POp
 
 from hwfsdp import EventLog, StateError, launch, record
-from hwfsdp.compat import functional_operators
+from hwfsdp.comm.shared_memory import SharedMemoryGroup
+from hwfsdp.compat import fake_process_group, functional_operators
 from hwfsdp.observe import events, recording
-from hwfsdp.observe.collective_calls import watch_from_now_on
 from hwfsdp.observe.events import Event
 from models import Stem, stem
 from oracles import Library, objective, ours, theirs, wrap
@@ -250,14 +249,32 @@ def test_batches_of_sends_and_receives_work_and_are_seen_wherever_they_were_made
         assert found == [(left, ["send", "recv"])] * 3
 
 
+def test_messages_of_a_batch_end_with_the_one_work_that_nccl_makes_of_them() -> None:
+    """The group gives no work inside a batch, as NCCL. It is a fake one, whose messages take no time."""
+    nccl = mock.Mock(supports_coalescing=True)
+
+    def no_work(*args: Any) -> None:
+        return None
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fake_process_group(0, 2))
+        for name, method in (("_get_backend", lambda *args: nccl), ("send", no_work), ("recv", no_work)):
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, name, method))
+        with record() as log:
+            (work,) = dist.batch_isend_irecv(ring_ops(dist.isend, dist.irecv)[0])
+            resize()
+            work.wait()
+    assert [(e.op, e.after) for e in log.events] == [("send", ()), ("recv", ()), ("free", ()), ("wait", (1,))]
+
+
 # --- One recording at a time, and nothing left behind ------------------------------------------------------
 
 
 def in_place_now() -> dict[str, Any]:
-    """Return name → the current function, for all functions that a recording may replace."""
-    places = (*PLACES, *functional_operators())
+    """Return name → the current function, for functions that a recording replaces, and functions that it must not replace."""
+    places = (*PLACES, dist.ProcessGroup, SharedMemoryGroup, dist.Work, *functional_operators())
     found = {f"{place.__name__}.{name}": f for place in places for name, f in vars(place).items()}
-    return {**found, "P2POp": dist.P2POp.__init__, "resize_": torch.UntypedStorage.resize_}
+    return {**found, "resize_": torch.UntypedStorage.resize_}
 
 
 def resize() -> None:
@@ -265,7 +282,7 @@ def resize() -> None:
     torch.zeros(4).untyped_storage().resize_(0)
 
 
-def test_a_recording_replaces_functions_at_all_their_names_and_puts_them_back_after_an_exception_too() -> (
+def test_a_recording_replaces_methods_of_groups_but_no_function_and_puts_them_back_after_an_exception() -> (
     None
 ):
     before = in_place_now()
@@ -275,10 +292,20 @@ def test_a_recording_replaces_functions_at_all_their_names_and_puts_them_back_af
         raise KeyError("of the user")
     after = in_place_now()
     replaced = {name for name, function in before.items() if function is not during[name]}
-    seldom = ("reduce", "gather", "scatter", "barrier", "monitored_barrier", "all_to_all")
-    everywhere = (*NAMES, *seldom, "send", "recv", "batch_isend_irecv")
-    assert replaced >= {f"{place.__name__}.{name}" for place in PLACES for name in everywhere}
-    assert replaced >= {"torch.distributed.isend", "torch.distributed.irecv", "P2POp", "resize_"}
+    calls = (
+        "_allgather_base",
+        "allreduce",
+        "barrier",
+        "broadcast",
+        "gather",
+        "recv",
+        "reduce",
+        "scatter",
+        "send",
+    )
+    assert replaced >= {"Work.wait", "resize_", *(f"ProcessGroup.{name}" for name in calls)}
+    assert "SharedMemoryGroup._allgather_base" in replaced
+    assert not any(name.startswith("torch.distributed.") for name in replaced)
     assert all(function is after[name] for name, function in before.items())
     assert events.active() is None
     assert [e.op for e in log.events] == ["free"]
@@ -481,18 +508,15 @@ def on_ranks(function: Callable[[], Any]) -> list[Any]:
     return [of_rank[function.__name__] for of_rank in launched()]
 
 
-def imported_before() -> list[str]:
-    watch_from_now_on()
-    gc.collect()
-    by_name = dist.all_reduce
+def called_by_an_earlier_name_and_on_the_group() -> list[str]:
     with record() as log:
-        by_name(torch.ones(2))
-    by_name(torch.ones(2))
+        all_reduce(torch.ones(2))
+        dist.group.WORLD.allreduce([torch.ones(2)]).wait()
     return [event.op for event in log.collectives()]
 
 
-def test_a_function_that_was_imported_by_name_between_recordings_is_logged() -> None:
-    assert launch(imported_before, 1) == [["all_reduce"]]
+def test_a_function_that_was_imported_by_name_is_logged_and_a_call_on_the_group_itself_is_not() -> None:
+    assert launch(called_by_an_earlier_name_and_on_the_group, 1) == [["all_reduce"]]
 
 
 # --- Logs of several ranks, with clocks of several machines that are pretended on one ----------------------
