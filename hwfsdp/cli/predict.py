@@ -16,10 +16,10 @@ from hwfsdp.cli.terminal import answer
 from hwfsdp.errors import UsageError
 from hwfsdp.files import whole_file
 from hwfsdp.layout.explain import Blueprint, explain_on_paper
+from hwfsdp.observe.tables import format_bytes
 from hwfsdp.train.models.zoo import find_builder, find_function, told_in_one_line
 from hwfsdp.virtual import run
-from hwfsdp.virtual.devices import device_named, placed
-from hwfsdp.virtual.fitting import Choice, describe_misfit
+from hwfsdp.virtual.devices import GIB, device_named, placed
 from hwfsdp.virtual.run import report, sweep_report
 
 
@@ -61,7 +61,7 @@ def simulate(args: argparse.Namespace) -> int:
         return answer(args, [each.as_dict() for each in found], sweep_report(found), fits)
     status = answer(args, found[0].as_dict(), report(found[0]), found[0].fits)
     if status:
-        _explain_misfit(args, found[0])
+        print(f"hwfsdp: {_misfit(found[0])}", file=sys.stderr)
     return status
 
 
@@ -69,39 +69,37 @@ def _simulations(args: argparse.Namespace) -> Iterator[run.Simulation]:
     """Simulate. On a terminal, show the progress of a sweep."""
     shown = args.sweep and sys.stderr.isatty()
     for gpus in args.sweep or [args.gpus]:
-        yield _once(args, Choice(gpus, args.batch, args.checkpoint, args.hsdp))
+        yield _once(args, gpus)
         if shown:
             print(f"\r{gpus} GPUs", end="", file=sys.stderr, flush=True)
     if shown:
         print("\r", end="", file=sys.stderr)
 
 
-def _once(args: argparse.Namespace, choice: Choice) -> run.Simulation:
+def _once(args: argparse.Namespace, gpus: int) -> run.Simulation:
     settings: dict[str, Any] = {"wrap": args.wrap, "reshard_after_forward": args.reshard_after_forward}
-    given = {"batch": choice.batch, "checkpoint": choice.checkpoint, "seq": args.seq}
+    given = {"batch": args.batch, "checkpoint": args.checkpoint, "seq": args.seq}
     settings |= {name: value for name, value in given.items() if value is not None}
     if args.dtype is not None:
         settings["param_dtype"] = getattr(torch, args.dtype)
     target = find_function(args.model) if ":" in args.model else args.model
-    nodes = args.nodes if choice.gpus == args.gpus else None
+    nodes = args.nodes if gpus == args.gpus else None
     # Otherwise torch prints all arguments of an operator that raises.
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     remedy = "Virtual tensors have shapes, but no values and no device. Remove .cuda() and code that reads numbers."
     of_the_user = told_in_one_line(f"a virtual step of {args.model}", "it to run", remedy)
     # The user's step may print, or raise.
     with redirect_stdout(sys.stderr), of_the_user if ":" in args.model else nullcontext():
-        found = run.simulate(target, choice.gpus, args.device, nodes=nodes, hsdp=choice.hsdp, **settings)
+        found = run.simulate(target, gpus, args.device, nodes=nodes, hsdp=args.hsdp, **settings)
     return replace(found, target=args.model)
 
 
-def _explain_misfit(args: argparse.Namespace, found: run.Simulation) -> None:
-    chosen = Choice(args.gpus, args.batch, args.checkpoint, args.hsdp)
-    if found.is_step:
-        chosen = Choice(args.gpus, None, None)
-    if sys.stderr.isatty():
-        print("It does not fit. Simulating what would …", file=sys.stderr)
-    said = describe_misfit(found, chosen, lambda choice: _once(args, choice))
-    print(f"hwfsdp: {said}", file=sys.stderr)
+def _misfit(found: run.Simulation) -> str:
+    """Say how much memory is missing."""
+    peak, usable = found.peak_allocated_gib, found.memory_gib
+    needs, has, over = (format_bytes(round(gib * GIB)) for gib in (peak, usable, peak - usable))
+    where = f"{found.target} on {found.gpus} × {found.device.name}"
+    return f"{where} needs {needs} of each GPU's {has}, {over} too many"
 
 
 def _check_sweep(args: argparse.Namespace) -> None:

@@ -7,7 +7,6 @@ allocator    the memory of a virtual device, and the segments of a caching alloc
 world        stand-ins for the machine: process group, tensors, streams
 programs     the simulated program: a model and a training step
 run          the public function simulate, and its result as text
-fitting      settings that fit into memory, if the wanted settings do not
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from hwfsdp.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
-    from . import allocator, clock, costs, devices, fitting, programs, run, world
+    from . import allocator, clock, costs, devices, programs, run, world
     from hwfsdp.virtual.devices import DEVICES as DEVICES
     from hwfsdp.virtual.devices import Device as Device
     from hwfsdp.virtual.run import Simulation as Simulation
