@@ -1,4 +1,4 @@
-"""Packages that only parts of hwfsdp need, and what to type if one is missing. Everything else needs torch and numpy only.
+"""Packages that only parts of hwfsdp need, and what to type if one is missing. Everything else needs torch, numpy and zlib-ng only.
 
 The names of the extras are those of setup.cfg.
 """

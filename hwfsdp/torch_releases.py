@@ -1,6 +1,6 @@
 """The releases of torch that this package supports, and a warning about any other one.
 
-Left out: releases between these that differ. `compat` and `core.private_torch` know what each of them calls by another name.
+Left out: what differs between these releases. `compat` and `core.private_torch` know what each of them calls by another name.
 """
 
 from __future__ import annotations

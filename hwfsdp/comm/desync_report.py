@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import torch
 
-from hwfsdp.comm.flight_recorder import Call, State, members_of
+from hwfsdp.comm.flight_recorder import NotedCall, State, members_of
 from hwfsdp.errors import shown_path
 
 _BEFORE, _AFTER = 5, 2  # rows shown before and after the row where ranks diverge
@@ -59,7 +59,7 @@ class Report(NamedTuple):
     """
 
     rank: int
-    calls: list[Call] | None
+    calls: list[NotedCall] | None
     left: str = ""
     place: str = ""
 
@@ -73,7 +73,7 @@ class _Parting(NamedTuple):
 
     group: str
     number: int
-    calls: dict[int, Call | None]
+    calls: dict[int, NotedCall | None]
 
     @property
     def kinds(self) -> dict[tuple[object, ...], list[int]]:
@@ -123,15 +123,15 @@ def describe_divergence(reports: Sequence[Report]) -> str:
 # --- Finding -----------------------------------------------------------------------------------------------
 
 
-def _kind(call: Call) -> tuple[object, ...]:
+def _kind(call: NotedCall) -> tuple[object, ...]:
     # Ranks may send different numbers of bytes in one all-to-all.
     return call.op, call.owner, call.dtype, 0 if call.op == "all_to_all" else call.nbytes
 
 
-def _sequences(reports: Sequence[Report]) -> dict[str, dict[int, dict[int, Call]]]:
+def _sequences(reports: Sequence[Report]) -> dict[str, dict[int, dict[int, NotedCall]]]:
     """Sort the calls by process group, rank and number, for every known rank that may have called there."""
     groups = dict.fromkeys(call.group for report in reports for call in report.calls or ())
-    found: dict[str, dict[int, dict[int, Call]]] = {}
+    found: dict[str, dict[int, dict[int, NotedCall]]] = {}
     for group in groups:
         members = set(members_of(group))
         found[group] = {}
@@ -168,12 +168,12 @@ def _order(parting: _Parting, by_rank: dict[int, Report]) -> tuple[bool, bool]:
     return len(parting.kinds) < 2, not at_fault
 
 
-def _waits_in(report: Report) -> Call | None:
+def _waits_in(report: Report) -> NotedCall | None:
     """Return the collective in which a rank waits, or its last collective if this failed; None if the rank has ended."""
     return None if report.left else _stopped_in(report)
 
 
-def _stopped_in(report: Report) -> Call | None:
+def _stopped_in(report: Report) -> NotedCall | None:
     """Return the same call as `_waits_in`, even if the rank has ended."""
     calls = report.calls or []
     done = max((call.serial for call in calls if call.state is State.DONE), default=0)
@@ -228,7 +228,7 @@ def _called(parting: _Parting, rank: int, apart: bool) -> str:
     return f"{text} ({call.nbytes:,} bytes of {call.dtype})" if apart and len(names) == 1 else text
 
 
-def _what(call: Call) -> str:
+def _what(call: NotedCall) -> str:
     """Name a call, such as "all_gather of 'blocks.0'", or "all_reduce (yours)" for the user's own."""
     if call.is_users:
         return f"{call.op} (yours)"
@@ -295,7 +295,7 @@ class _Row(NamedTuple):
     """One line of the table: a call, and its progress on each rank."""
 
     number: int
-    call: Call
+    call: NotedCall
     states: dict[int, str]
     is_first: bool
 

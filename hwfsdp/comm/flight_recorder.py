@@ -4,8 +4,9 @@ Ranks that call different collectives wait for each other until the timeout, or 
 So each rank notes its calls, and `desync_report` compares the notes of all ranks. A note names the collective, its parameter
 group, its process group and its progress (`State`).
 
-Two modules note collectives: `transport` notes FSDP's collectives, and `users_collectives` notes the user's own, on ranks of `launch`.
-Messages between two ranks are not noted. The collectives in which ranks of hwfsdp agree on something are not noted either.
+Three modules note collectives: `transport` notes FSDP's collectives, `features.advice` notes the comparison of the ranks' models, and
+`users_collectives` notes the user's own, on ranks of `launch`. Messages between two ranks are not noted. Other collectives in which
+ranks of hwfsdp agree on something are not noted either.
 
 Note [A ring that outlives its rank]
     A killed rank cannot answer, and a rank that hangs may not answer. Under `launch`, the ring of each rank is in a file. The
@@ -63,7 +64,7 @@ class State(IntEnum):
     FAILED = ord("f")
 
 
-class Call(NamedTuple):
+class NotedCall(NamedTuple):
     """A call of a collective, as a note describes it.
 
     Attributes:
@@ -187,7 +188,7 @@ def _start() -> _Ring:
 # --- Reading -----------------------------------------------------------------------------------------------
 
 
-def read(memory: bytes) -> list[Call]:
+def read(memory: bytes) -> list[NotedCall]:
     """Return the notes of a ring, oldest first. Bytes that are not a note are left out: a faulty rank may have written them."""
     found = []
     for at in range(0, min(len(memory), SIZE), SLOT):
@@ -196,14 +197,14 @@ def read(memory: bytes) -> list[Call]:
     return sorted(found, key=lambda call: call.serial)
 
 
-def _parse(note: bytes) -> Call:
+def _parse(note: bytes) -> NotedCall:
     text = note[1:].decode(errors="replace")
     if not note or not text.isprintable():
         raise ValueError("no note")
     serial, number, is_users, group, op, dtype, nbytes, owner = text.split(" ", 7)
     members_of(group)
     place = int(serial), int(number), bool(int(is_users))
-    return Call(*place, group, op, dtype, int(nbytes), owner, State(note[0]))
+    return NotedCall(*place, group, op, dtype, int(nbytes), owner, State(note[0]))
 
 
 def _as_text(ranks: list[int]) -> str:
@@ -237,7 +238,7 @@ def members_of(group: str) -> list[int]:
 class Told(NamedTuple):
     """A rank's own report: its last calls, and the stacks of its threads as text (`stacks`)."""
 
-    calls: list[Call]
+    calls: list[NotedCall]
     stack: str
 
 

@@ -172,7 +172,7 @@ class GroupAllocReduceScatter(FromGroup, BackendReduceScatter):
 # --- Names and notes -----------------------------------------------------------------------------------------
 
 
-class Call:
+class IssuedCall:
     """One collective of FSDP, in a block that issues it or waits for it. If this fails or hangs, the error has the collective's name.
 
     Code that watches a collective in such a block knows that it is FSDP's (`group_identity.here`).
@@ -277,13 +277,13 @@ class GroupTransport(Transport):
         if purpose == "result":
             make = getattr(how, "allocate_result", make)
             return make((numel,), dtype=dtype, device=self.device)  # type: ignore[no-any-return]
-        with Call(purpose, self.name, member=self.member):
+        with IssuedCall(purpose, self.name, member=self.member):
             buffer: Tensor = make((numel,), dtype=dtype, device=self.device)
         return buffer
 
-    def _call(self, op: str, whole: Tensor, group: Group) -> Call:
+    def _call(self, op: str, whole: Tensor, group: Group) -> IssuedCall:
         """Note that this rank calls a collective now."""
-        return Call(op, self.name, begin(op, self.name, group, whole.dtype, whole.nbytes), self.member)
+        return IssuedCall(op, self.name, begin(op, self.name, group, whole.dtype, whole.nbytes), self.member)
 
     def _compare(self, group: Group, how: object = None) -> None:
         """With DETAIL debugging, check that every rank of `group` calls for this parameter group. Shared memory always checks it."""
@@ -337,7 +337,7 @@ def all_gather_flat(whole: Tensor, part: Tensor, group: Group, stream: Stream, o
         An event after which `whole` is complete. Keep both tensors until then (`core.flat_collectives`, Note [Why flat buffers outlive
         their use]).
     """
-    call = Call("all_gather", owner, begin("all_gather", owner, group, whole.dtype, whole.nbytes))
+    call = IssuedCall("all_gather", owner, begin("all_gather", owner, group, whole.dtype, whole.nbytes))
     with moment("all_gather", _Owner(owner)), no_autograd(), stream.run():
         with call:
             work = all_gather_single(whole, part, group, stream.is_host)
@@ -355,7 +355,9 @@ def reduce_scatter_flat(part: Tensor, whole: Tensor, group: Group, stream: Strea
     Returns:
         An event after which `part` is complete. Keep both tensors until then, as for `all_gather_flat`.
     """
-    call = Call("reduce_scatter", owner, begin("reduce_scatter", owner, group, whole.dtype, whole.nbytes))
+    call = IssuedCall(
+        "reduce_scatter", owner, begin("reduce_scatter", owner, group, whole.dtype, whole.nbytes)
+    )
     with moment("reduce_scatter", _Owner(owner)), no_autograd(), stream.run():
         with call:
             work = reduce_scatter_single(part, whole, dist.ReduceOp.AVG, group, stream.is_host)

@@ -59,7 +59,7 @@ class _OfRank(NamedTuple):
 
     log: EventLog
     raised: str
-    calls: list[flight_recorder.Call]
+    calls: list[flight_recorder.NotedCall]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hwfsdp import compat
-from hwfsdp.comm.transport import Call
+from hwfsdp.comm.transport import IssuedCall
 from hwfsdp.comm import flight_recorder
 from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.mesh import Axis
@@ -251,7 +251,7 @@ def compare_structure(axis: Axis, owner: str, lines: Sequence[str]) -> None:
         return
     everyone: list[Any] = [None] * axis.size
     note = flight_recorder.begin("compare_models", owner, axis.group, None, 0)
-    with flight_recorder.unlogged(), Call("all_gather", owner, note):
+    with flight_recorder.unlogged(), IssuedCall("all_gather", owner, note):
         dist.all_gather_object(everyone, list(lines), group=axis.group)
     note.mark(flight_recorder.State.DONE)
     other = next((rank for rank in range(axis.size) if everyone[rank] != everyone[0]), None)

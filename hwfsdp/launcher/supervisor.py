@@ -9,8 +9,8 @@ Note [Ranks that stand still]
     A caller that knows that its ranks never sleep on purpose need not wait for its timeout (`RankOptions.still`). It ends the call as
     soon as all ranks sleep, and none of them has woken for so many seconds. A rank that computes, that waits for a processor or
     for a disk, does not sleep, so a crowded machine makes nothing late. Ranks that wake now and then, and sleep at each of many
-    looks, wait in a loop for something that does not come. This takes `_DOZING` times as long to be sure. On macOS, nothing tells
-    whether a rank has woken between two looks, so it always takes so long.
+    looks, wait in a loop for something that does not come. The caller looks `_TIMES_AS_LONG` times as long to be sure. On macOS,
+    nothing tells whether a rank has woken between two looks, so the caller always looks so long.
 
 Note [Messages]
     Reading a rank's message runs no code, and never waits for the rest of it. A pickle can run any code when it is unpickled. So
@@ -56,8 +56,9 @@ _SILENT, _GONE = "does not answer", "gone"
 _LONGEST_GOT = 80  # characters of an error in a line about a rank
 _ANSWER = 2.0  # seconds in which ranks have to say where they stand
 _LOOK = 0.5  # seconds between two looks at ranks that may be still
-_DOZING = 4
-_LITTLE = 0.1  # seconds of a processor that threads of gloo, or looks at a store, take in `still` seconds while nothing happens
+_TIMES_AS_LONG = 4  # Note [Ranks that stand still]
+# seconds of a processor that threads of gloo, or looks at a store, take in `still` seconds while nothing happens
+_IDLE_CPU_SECONDS = 0.1
 _GRACE = 0.5  # seconds that the other ranks get to fail after the first failure
 LOST_PEER = (
     "Connection reset by peer",
@@ -229,12 +230,12 @@ class Caller:
         before = _asleep(self.ranks)
         while not self.read_messages(min(time.monotonic() + _LOOK, self.deadline or math.inf)):
             now, asleep = time.monotonic(), _asleep(self.ranks)
-            little = _LITTLE * max(1.0, (now - dozed) / self.still)
+            little = _IDLE_CPU_SECONDS * max(1.0, (now - dozed) / self.still)
             if not asleep or not before or asleep[1] > before[1] + little:
                 began, dozed, before = now, now, asleep
             elif asleep[0] != before[0]:
                 began, before = now, (asleep[0], before[1])
-            self.was_still = now - began > self.still or now - dozed > _DOZING * self.still
+            self.was_still = now - began > self.still or now - dozed > _TIMES_AS_LONG * self.still
             if self.was_still or now > (self.deadline or math.inf):
                 return False
         return True
@@ -383,7 +384,10 @@ def _where(stand: _Stand) -> str:
 
 
 def _asleep(ranks: Sequence[Rank]) -> tuple[list[str], float] | None:
-    """Return the turns of the ranks that run (`_turns`), and their seconds of a processor. None if one does not sleep, or nothing tells."""
+    """Return the context switches of each rank that runs, and the seconds of a processor that all ranks took.
+
+    None if a rank does not sleep, or if the system does not tell.
+    """
     pids = [rank.process.pid for rank in ranks if rank.is_running]
     if not Path("/proc/self/stat").exists():
         return _asleep_by_ps(pids)
@@ -391,14 +395,14 @@ def _asleep(ranks: Sequence[Rank]) -> tuple[list[str], float] | None:
         fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
     except OSError:
         return None
-    turns = [_turns(pid) or "" for pid in pids]
-    if not all(turns) or any(state != "S" for state, *_ in fields):
+    switches = [_context_switches(pid) or "" for pid in pids]
+    if not all(switches) or any(state != "S" for state, *_ in fields):
         return None
-    return turns, sum(int(of[11]) + int(of[12]) for of in fields) / os.sysconf("SC_CLK_TCK")
+    return switches, sum(int(of[11]) + int(of[12]) for of in fields) / os.sysconf("SC_CLK_TCK")
 
 
 def _asleep_by_ps(pids: Sequence[int | None]) -> tuple[list[str], float] | None:
-    """Do as `_asleep` where a process is no file, as on macOS. `ps` tells no turns, so they count as new at each look."""
+    """Do as `_asleep` where a process is no file, as on macOS. `ps` tells no context switches, so they count as new at each look."""
     try:
         command = ["ps", "-o", "state=,time=", "-p", ",".join(map(str, pids))]
         said = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK * 10).stdout
@@ -421,7 +425,7 @@ def _seconds(took: str) -> float:
     return 86_400 * int(days or 0) + seconds
 
 
-def _turns(pid: int | None) -> str | None:
+def _context_switches(pid: int | None) -> str | None:
     """Return how often the main thread of a process has left a processor, as text. None if the system does not tell."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()

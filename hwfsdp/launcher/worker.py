@@ -310,7 +310,10 @@ def address_under_torchrun() -> str:
 
 
 def limit_collectives(seconds: float) -> None:
-    """Set the timeout of collectives in the default process group. For this, the ranks meet again in the same store."""
+    """Set the timeout of collectives in the default process group. For this, the ranks meet again in the same store.
+
+    torch's `_set_pg_timeout` would not do: a receive of gloo keeps the timeout that its process group began with.
+    """
     backend, rank, ranks = dist.get_backend(), dist.get_rank(), dist.get_world_size()
     store, limit = compat.default_store_below("with a limit"), timedelta(seconds=seconds)
     dist.destroy_process_group()

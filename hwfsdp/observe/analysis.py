@@ -318,7 +318,7 @@ class Parting:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LogComparison:
     """The comparison that `hwfsdp trace diff` shows.
 
     Attributes:
@@ -364,7 +364,7 @@ def _mean_of_ranks(by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [fmean(of_ranks) for of_ranks in zip(*by_rank, strict=False)]
 
 
-def compare(a: EventLog, b: EventLog) -> Comparison:
+def compare(a: EventLog, b: EventLog) -> LogComparison:
     """Compare the collectives and the computation of two logs. Waits are not counted."""
     steps, totals = Pair(_steps(a), _steps(b)), Pair(_per_step(a), _per_step(b))
     ops = {op: Pair(totals.a[op], totals.b[op]) for op in sorted({*totals.a, *totals.b})}
@@ -374,7 +374,7 @@ def compare(a: EventLog, b: EventLog) -> Comparison:
     peaks = {kind: pair for kind, pair in peaks.items() if any(pair)}
     times = {name: Pair(first[name], second[name]) for name in TIMES}
     parting = _first_parting(a, b, min(steps))
-    return Comparison(Pair(a.ranks, b.ranks), steps, ops, parting, times, peaks)
+    return LogComparison(Pair(a.ranks, b.ranks), steps, ops, parting, times, peaks)
 
 
 def _is_work(event: Event) -> bool:

@@ -8,8 +8,8 @@ Most instruments are outside the code that they watch. So they also see other im
 - the optimizer's own hooks give optimizer spans;
 - the ledger reads bytes from the storages (`ledger`).
 
-The core reports forward and backward spans, copies and waits (`instrument`). For other implementations, `module_hooks` reports the
-spans.
+The core reports forward and backward spans, copies and waits (`instrument`). Under `hwfsdp train`, `module_hooks` reports the spans of
+other implementations. `hwfsdp trace run` gives a script with torch's FSDP2 no spans of modules.
 
 Without an active recording there are no wrappers. Each hook then costs one comparison with `None`.
 

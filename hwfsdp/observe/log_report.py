@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hwfsdp.errors import printable
-from hwfsdp.observe.analysis import Comparison, Findings, Pair
+from hwfsdp.observe.analysis import Findings, LogComparison, Pair
 from hwfsdp.observe.eventlog import Traffic, TrafficByOp
 from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.step_times import WAITS_AT_ONCE
@@ -221,14 +221,14 @@ def as_json(findings: Findings, name: str) -> dict[str, Any]:
 # --- Two logs ----------------------------------------------------------------------------------------------
 
 
-def describe_difference(found: Comparison, names: tuple[str, str]) -> str:
+def describe_difference(found: LogComparison, names: tuple[str, str]) -> str:
     """Return the text that `hwfsdp trace diff` prints."""
     parts = [[f"A: {names[0]}", f"B: {names[1]}"], [_same_or_not(found)]]
     parts += [_parting(found), _ops(found), _times_of_both(found), _peaks_of_both(found)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _same_or_not(found: Comparison) -> str:
+def _same_or_not(found: LogComparison) -> str:
     a, b = found.steps
     steps = f" (A has {number_of(a, 'step')}, B {b}: means of a step are compared)" if a != b else ""
     if found.same_traffic:
@@ -239,7 +239,7 @@ def _same_or_not(found: Comparison) -> str:
     return f"They did not do the same: {', '.join(found.differing_ops)} differ{steps}."
 
 
-def _parting(found: Comparison) -> list[str]:
+def _parting(found: LogComparison) -> list[str]:
     parting = found.parting
     if parting is None:
         return ["In the same order, on every rank."]
@@ -259,7 +259,7 @@ def _said(event: Event | None) -> str:
     return f"{event.op}{of}{when}, step {event.step}, on {event.stream}{size}"
 
 
-def _ops(found: Comparison) -> list[str]:
+def _ops(found: LogComparison) -> list[str]:
     rows = [["", "calls A", "B", "", "bytes A", "B", "", "time A", "B", "B − A"]]
     for op in sorted(found.ops, key=lambda op: (op not in COLLECTIVES, op)):
         a, b = found.ops[op]
@@ -273,7 +273,7 @@ def _mark(a: float, b: float) -> str:
     return "" if a == b else "≠"
 
 
-def _times_of_both(found: Comparison) -> list[str]:
+def _times_of_both(found: LogComparison) -> list[str]:
     rows = [["", "A", "B", "B / A"]]
     for label, name in (("step", "step_us"), ("exposed communication", "exposed_comm_us")):
         a, b = found.times[name]
@@ -285,14 +285,14 @@ def _times_of_both(found: Comparison) -> list[str]:
     return ["Time of one step, mean", *lay_out(rows), *notes]
 
 
-def _peaks_of_both(found: Comparison) -> list[str]:
+def _peaks_of_both(found: LogComparison) -> list[str]:
     rows = [["", "A", "B", ""]]
     for kind, (a, b) in sorted(found.peaks.items(), key=lambda item: -max(item[1])):
         rows.append([kind, f"{a:,}", f"{b:,}", _mark(a, b)])
     return ["Most bytes alive on any rank, by kind", *lay_out(rows)] if found.peaks else []
 
 
-def difference_as_json(found: Comparison, names: tuple[str, str]) -> dict[str, Any]:
+def difference_as_json(found: LogComparison, names: tuple[str, str]) -> dict[str, Any]:
     """Return the comparison as JSON-ready values with stable keys; times are in µs."""
     return {
         **Pair(*names)._asdict(),

@@ -12,7 +12,7 @@ A recording sees:
   its parts, and collectives in torch's coalescing manager as one if the backend gets them in one call;
 - functional collectives, which DTensors use; waits for a work;
 - every resize of a storage, and flat buffers that are dropped;
-- forwards and backwards of sharded modules, also when checkpointing repeats them; steps of optimizers.
+- forwards and backwards of modules that hwfsdp shards, also when checkpointing repeats them; steps of optimizers.
 
 A recording does not see:
 

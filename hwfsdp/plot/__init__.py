@@ -1,4 +1,4 @@
-"""Figures of a log, of a layout, of several runs: one module per picture.
+"""Figures of a log, of a layout, of several runs: one module per kind of picture.
 
     What all share
     style       colors, hatches, units of bytes; classes of matplotlib and Pillow
@@ -18,8 +18,8 @@
     player      a log as one page that plays the step: HTML
     export      a log as a picture, for a spreadsheet, for a viewer
 
-Every function returns a `matplotlib.figure.Figure` and does nothing else: it opens no window, writes no file, and changes no
-state of pyplot. `figure.savefig(path)` writes the figure. A notebook shows it as the value of a cell, after `%matplotlib inline`.
+Every `plot_...` function returns a `matplotlib.figure.Figure` and does nothing else: it opens no window, writes no file, and changes
+no state of pyplot. `figure.savefig(path)` writes the figure. A notebook shows it as the value of a cell, after `%matplotlib inline`.
 """
 
 from __future__ import annotations

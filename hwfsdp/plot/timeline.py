@@ -11,7 +11,7 @@ event of another stream that waited for it (`events`, Note [Order without clocks
 left out; `memory` draws their effects.
 
 Times come from the log. Ranks on one machine share a clock. Bars of ranks on several machines are aligned only as well as their
-clocks; the log says how well.
+clocks. The log does not keep the error.
 """
 
 from __future__ import annotations

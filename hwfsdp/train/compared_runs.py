@@ -44,7 +44,7 @@ ROUNDING = 1e-3
 
 
 @dataclass
-class Comparison:
+class ThreeRuns:
     """The result of the three runs on one rank. Their names are `label_of(config.implementation)`, `THEIRS` and `WHOLE`.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Comparer:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.text = load_text(config.text)
         self.name = label_of(config.implementation)
-        self.found = Comparison({run: TrainResult() for run in (self.name, THEIRS, WHOLE)})
+        self.found = ThreeRuns({run: TrainResult() for run in (self.name, THEIRS, WHOLE)})
         self.sharded = {self.name: Trainee(config, config.implementation), THEIRS: Trainee(config, TORCHS)}
         self.whole = build_model(config.model, config.seed)
         self.optimizer = torch.optim.AdamW(self.whole.parameters(), lr=config.lr)
@@ -108,7 +108,7 @@ class _Comparer:
                 found.equal = False
                 found.largest_difference = max(found.largest_difference, float((a - b).abs().max()))
 
-    def finish(self) -> Comparison:
+    def finish(self) -> ThreeRuns:
         """Record a few more steps, which are not timed, because recording slows steps down. Return the result."""
         found, first = self.found, self.config.steps
         found.equal = not any(sum_over_ranks([float(not found.equal)]))
@@ -120,7 +120,7 @@ class _Comparer:
         return found
 
 
-def compare(config: TrainConfig, on_step: Callable[[int, float, float], None] | None = None) -> Comparison:
+def compare(config: TrainConfig, on_step: Callable[[int, float, float], None] | None = None) -> ThreeRuns:
     """Make the three runs on this rank of an initialized process group."""
     limit_collectives(patience(config.implementation, config.timeout))
     runs = _Comparer(config)
@@ -175,7 +175,7 @@ def run_demo(
     return Result(summarize(found[0], log, ranks, config), log)
 
 
-def summarize(found: Comparison, log: EventLog, ranks: int, config: TrainConfig) -> dict[str, Any]:
+def summarize(found: ThreeRuns, log: EventLog, ranks: int, config: TrainConfig) -> dict[str, Any]:
     """Summarize the demo in numbers: measured values and expected values."""
     root, blocks = group_sizes(build_model(config.model, config.seed))
     traffic = step_traffic([root, *blocks], ranks)

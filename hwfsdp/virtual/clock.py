@@ -3,7 +3,7 @@
 The host issues operators, and streams execute them. Every operator advances the host by the time of its launch. On its stream,
 the operator begins when the stream is free and the host has issued it. It ends after its cost in time. An event is a point in a
 stream's time. A wait moves a stream's end to this point. A real device does the same. The schedule sees only the interface of
-`streams`, so it overlaps the same work on both. All times are arithmetic on floats: two runs give the same times.
+`core.device_streams`, so it overlaps the same work on both. All times are arithmetic on floats: two runs give the same times.
 
 Note [A host that computes]
     If the device is the host itself (`Device.host`), compute and copies block the host: its clock moves to the end of each

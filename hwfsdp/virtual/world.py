@@ -4,7 +4,7 @@ Four stand-ins replace the machine. The code above them is the same as on real r
 
 - a fake process group: collectives return at once (`compat.fake_process_group`);
 - fake tensors: operators compute shapes, not values (`compat.fake_tensors`);
-- the streams of a virtual clock, registered with `streams` in place of the CPU's streams;
+- the streams of a virtual clock, registered with `core.device_streams` in place of the CPU's streams;
 - a dispatch mode, the meter: it sees every operator and every collective, adds its cost to the clock, and counts the storages
   that it makes.
 

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from hwfsdp import RankError
 from hwfsdp.cli import command
 from hwfsdp.comm.desync_report import Report, describe_divergence, place_in
-from hwfsdp.comm.flight_recorder import SLOTS, Call, State
+from hwfsdp.comm.flight_recorder import SLOTS, NotedCall, State
 
 # --- Made-up histories -------------------------------------------------------------------------------------
 
 
 def calls(
     *owners: str, group: str = "0:0-3/1", last: State = State.WAIT, op: str = "all_gather"
-) -> list[Call]:
+) -> list[NotedCall]:
     """Make calls of a rank. All but the last one are done."""
     states = [State.DONE] * (len(owners) - 1) + [last]
     return [
-        Call(n, n, False, group, op, "float32", 1024, owner, state)
+        NotedCall(n, n, False, group, op, "float32", 1024, owner, state)
         for n, (owner, state) in enumerate(zip(owners, states, strict=True), 1)
     ]
 
@@ -155,7 +155,7 @@ def test_a_table_is_aligned_and_fits_at_any_number_of_ranks() -> None:
 def test_different_sizes_and_an_additional_collective_of_one_ranks_script_are_told_apart() -> None:
     recorded, waiting = calls("a", "b", group="0:0-1/1"), calls("a", group="0:0-1/1")
     larger = waiting[0]._replace(nbytes=2048)
-    own = Call(2, 2, True, "0:0-1/1", "all_reduce", "float32", 4, "", State.WAIT)
+    own = NotedCall(2, 2, True, "0:0-1/1", "all_reduce", "float32", 4, "", State.WAIT)
     for first, second, says in [
         (
             waiting,

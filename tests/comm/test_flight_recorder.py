@@ -25,7 +25,7 @@ from hwfsdp import fully_shard, launch, record
 from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.comm import flight_recorder
 from hwfsdp.comm.flight_recorder import SIZE, SLOT, SLOTS, State
-from hwfsdp.comm.transport import Call
+from hwfsdp.comm.transport import IssuedCall
 from hwfsdp.errors import CollectiveError
 from hwfsdp.streams import streams_for
 
@@ -38,7 +38,7 @@ GROUP: Any = Group()
 
 
 @pytest.fixture
-def ring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[flight_recorder.Call]]:
+def ring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[flight_recorder.NotedCall]]:
     """Return a function that reads the notes of this process. They are in their own ring in a file."""
     file = tmp_path / "history"
     file.write_bytes(bytes(SIZE))
@@ -87,13 +87,13 @@ def test_the_state_follows_the_work_and_its_errors(ring: Any) -> None:
     ]:
         note = begin()
         assert ring()[-1].state is State.WAIT
-        followed = Call("all_gather", "group", note).follow(work, async_op)
+        followed = IssuedCall("all_gather", "group", note).follow(work, async_op)
         assert ring()[-1].state is issued
         if followed is not None:
             with mock.patch.object(dist, "get_rank", lambda: 0), contextlib.suppress(CollectiveError):
                 followed.wait()
         assert ring()[-1].state is waited
-    with pytest.raises(ValueError, match="no"), Call("all_gather", "group", begin()):
+    with pytest.raises(ValueError, match="no"), IssuedCall("all_gather", "group", begin()):
         raise ValueError("no")  # it cannot be issued
     assert ring()[-1].state is State.FAILED
 
@@ -126,7 +126,7 @@ def test_the_ranks_of_a_group_are_read_out_of_its_name() -> None:
 # --- On ranks ----------------------------------------------------------------------------------------------
 
 
-def own_calls() -> list[flight_recorder.Call]:
+def own_calls() -> list[flight_recorder.NotedCall]:
     return flight_recorder.read(Path(os.environ[flight_recorder.PATH]).read_bytes())
 
 
