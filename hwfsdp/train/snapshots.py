@@ -2,10 +2,11 @@
 
 A snapshot holds the model, the optimizer's state, the number of finished steps, their losses and gradient norms, the states of
 each rank's random number generators, and the settings of the run. Batches are a function of seed and step (see `data`), so the
-number of the step is also the position in the data. A run that resumes on the same number of ranks computes the same bits as a
-run that was never interrupted. On another number of ranks, it computes the same up to rounding.
+number of the step is also the position in the data. Training here draws no other random numbers: the states are for what a rank
+draws after the run. A run that resumes on the same number of ranks computes the same bits as a run that was never interrupted. On
+another number of ranks, it computes the same up to rounding.
 
-Left out: the generators of Python and numpy. Training here does not use them.
+Left out: the generators of Python and numpy.
 """
 
 from __future__ import annotations
@@ -18,13 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from hwfsdp.checkpoint.meta import init_optimizer_state
-from hwfsdp.checkpoint import SaveHandle, async_save, commit, inspect, load, save
-from hwfsdp.compat import dtensor
+from hwfsdp.checkpoint import PerRank, SaveHandle, async_save, commit, inspect, load, save
 from hwfsdp.errors import UsageError
-from hwfsdp.core.mesh import default_mesh
 
 ROWS = "rows of a batch, all ranks together"  # the setting that ranks may share differently after a resume
 
@@ -102,17 +100,20 @@ class Snapshots:
             return Progress()
         found = inspect(source)
         self._check_settings(found.values)
-        generators: Tensor = self._generators()
-        if (shape := found.tensors["state_dict['generators']"].shape) != tuple(generators.shape):
-            generators = torch.empty(shape, dtype=torch.uint8)  # saved on another number of ranks: not used
+        mine = self._generators()
+        shapes = [found.tensors[f"state_dict['generators'][{rank}]"].shape for rank in range(found.ranks)]
+        fits = shapes == [mine.value.shape] * dist.get_world_size()
+        # States of other ranks, or of another device, are read and not used.
+        others = {rank: torch.empty(shape, dtype=torch.uint8) for rank, shape in enumerate(shapes)}
         init_optimizer_state(self.optimizer)
         losses = torch.empty(found.tensors["state_dict['losses']"].shape, dtype=torch.float64)
         norms = torch.empty_like(losses)
-        state = {**self._state(Progress()), "losses": losses, "grad_norms": norms, "generators": generators}
+        state = {**self._state(Progress()), "losses": losses, "grad_norms": norms}
+        state["generators"] = mine if fits else others
         load(state, source)
         self.optimizer.load_state_dict(state["optimizer"])
-        if isinstance(generators, DTensor):
-            self._set_generators(generators.to_local()[0])
+        if fits:
+            self._set_generators(mine.value)
         return Progress(losses.tolist(), norms.tolist())
 
     def save(self, progress: Progress) -> None:
@@ -159,16 +160,12 @@ class Snapshots:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _generators(self) -> DTensor:
-        """Return the states of the generators, one row per rank: [ranks, bytes] uint8."""
+    def _generators(self) -> PerRank:
+        """Return the states of this rank's generators, as one tensor of bytes."""
         states = [torch.get_rng_state()]
         if self._device().type != "cpu":
             states.append(torch.get_device_module(self._device()).get_rng_state())
-        mine = torch.cat(states)[None]
-        param = next(self.model.parameters())
-        mesh = param.device_mesh if isinstance(param, DTensor) else default_mesh()
-        shape = (dist.get_world_size(), mine.shape[1])
-        return dtensor(mine, mesh, [Shard(0)], shape, (mine.shape[1], 1))
+        return PerRank(torch.cat(states))
 
     def _set_generators(self, mine: Tensor) -> None:
         size = torch.get_rng_state().numel()
