@@ -25,9 +25,9 @@ from hwfsdp.comm import flight_recorder
 from hwfsdp.comm.flight_recorder import Note, State
 from hwfsdp.comm.group_identity import here
 
-_OPS = (
-    *("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "reduce", "broadcast"),
-    *("gather", "scatter", "barrier", "send", "recv"),
+COLLECTIVES = (  # a name comes after the names that begin with it
+    *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv"),
+    *("reduce", "gather", "scatter", "barrier"),
 )
 _SECOND = ("gather", "reduce_scatter", "all_to_all")  # the bytes of their second argument count
 _BETWEEN_TWO = {"send": "to", "recv": "from"}
@@ -91,9 +91,9 @@ def note_from_now_on() -> None:
 
 
 def op_of(method: str) -> str:
-    """Return the op of a method of the process group: "all_gather" for "_allgather_base". "" for all other methods."""
+    """Return the op of a method of the process group or of an operator: "all_gather" for "_allgather_base". "" for all others."""
     flat = method.replace("_", "").removeprefix("monitored")
-    return next((op for op in _OPS if flat.startswith(op.replace("_", ""))), "")
+    return next((op for op in COLLECTIVES if flat.startswith(op.replace("_", ""))), "")
 
 
 def waits_and_lines() -> list[str]:

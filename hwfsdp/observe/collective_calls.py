@@ -200,21 +200,22 @@ def watch_works(recorder: Recorder) -> Iterator[None]:
 
 # --- Functional collectives --------------------------------------------------------------------------------
 
-_OPERATORS = {  # operator of torch.ops._c10d_functional → the op to log; each has some of these variants
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "broadcast": "broadcast",
-    "all_to_all_single": "all_to_all",
-}
+# of torch.ops._c10d_functional; each has some of these variants
+_OPERATORS = (
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_reduce",
+    "broadcast",
+    "all_to_all_single",
+)
 _VARIANTS = ("", "_", "_out", "_coalesced", "_coalesced_")
 
 
 @contextmanager
 def watch_operators(recorder: Recorder) -> Iterator[None]:
     """Log functional collectives, as DTensors use them, when Python calls their operators."""
-    variants = product(_OPERATORS.items(), _VARIANTS)
-    logged: dict[str, Any] = {name + end: partial(_log_call, op) for (name, op), end in variants}
+    variants = product(_OPERATORS, _VARIANTS)
+    logged: dict[str, Any] = {name + end: partial(_log_call, op_of(name)) for name, end in variants}
     logged["wait_tensor"] = _log_wait
     with ExitStack() as patches:
         for namespace, (name, log) in product(functional_operators(), logged.items()):

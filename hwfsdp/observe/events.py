@@ -51,15 +51,12 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from hwfsdp.comm import flight_recorder
+from hwfsdp.comm.users_collectives import COLLECTIVES as COLLECTIVES
 from hwfsdp.observe.ledger import Ledger
 from hwfsdp.observe.call_sites import CallSites
 
 # other: see `collective_calls`, Note [Streams of a collective]
 STREAMS = ("compute", "copy", "all_gather", "reduce_scatter", "all_reduce", "other")
-COLLECTIVES = (
-    *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send", "recv"),
-    *("reduce", "gather", "scatter", "barrier"),
-)
 OPS = (*COLLECTIVES, "copy_in", "copy_out", "forward", "backward", "optimizer", "wait", "alloc", "free")
 COMPUTE_OPS = ("forward", "backward", "optimizer", "copy_in", "copy_out")
 

@@ -57,7 +57,7 @@ from hwfsdp.core.device_streams import StreamSet, backend
 from hwfsdp.errors import UsageError
 from hwfsdp.layout.shard_on_meta import on_paper
 from hwfsdp.observe import events
-from hwfsdp.comm.users_collectives import tensors_in
+from hwfsdp.comm.users_collectives import op_of, tensors_in
 from hwfsdp.observe.recording import after_each_resize, around_closure, around_optimizer_steps
 from hwfsdp.observe.clocks import use_newest
 from hwfsdp.virtual.allocator import Allocator
@@ -65,11 +65,6 @@ from hwfsdp.virtual.clock import Clock, virtual_streams
 from hwfsdp.virtual.costs import collective_us, cost_of, span_of
 from hwfsdp.virtual.devices import Device
 
-_KIND_OF_NAME = {  # start of an operator's name → the collective; all others cost as much as an all-to-all
-    **dict.fromkeys(("allgather", "all_gather"), "all_gather"),
-    **dict.fromkeys(("allreduce", "all_reduce"), "all_reduce"),
-    **{kind: kind for kind in ("reduce_scatter", "broadcast", "send", "recv")},
-}
 _NEAR = 6  # the most frames to search for a caller
 
 
@@ -196,11 +191,11 @@ class Meter(compat.DispatchMode):
         return out
 
     def _communicate(self, op: Any, args: Sequence[Any], out: Any) -> None:
-        world, name = self.world, op.name().partition("::")[2].partition(".")[0].lstrip("_")
-        group = _group_in(args)
-        if group is None or name.startswith(("wait_tensor", "barrier")):
+        world, group = self.world, _group_in(args)
+        name = op.name().partition("::")[2].partition(".")[0]
+        kind = op_of(name) or "all_to_all"
+        if group is None or kind == "barrier" or name.startswith("wait_tensor"):
             return
-        kind = next((kind for start, kind in _KIND_OF_NAME.items() if name.startswith(start)), "all_to_all")
         whole = max(sum(t.numel() * t.element_size() for t in tensors_in(arg)) for arg in (*args, out))
         span = span_of(dist.get_process_group_ranks(group), world.device.per_node)
         # The only flag among the arguments is async_op, and its default is True.

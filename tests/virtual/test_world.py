@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -248,6 +249,23 @@ def test_a_collective_of_the_users_own_begins_when_compute_before_it_is_over_and
     assert found.exposed_comm_fraction == pytest.approx(reduce_us / found.step_seconds / 1e6)
     (event,) = simulate(lambda: step, 8, replace(H100, host=True)).log.collectives()
     assert event.dur_us == pytest.approx(reduce_us + H100.launch_us)
+
+
+@pytest.mark.parametrize(
+    "call", [dist.all_reduce, partial(dist.broadcast, src=0), partial(dist.reduce, dst=0)]
+)
+def test_compute_hides_a_collective_of_any_kind_that_the_user_calls_asynchronously(
+    call: Callable[..., Any],
+) -> None:
+    def step() -> None:
+        large = torch.ones(1 << 28)
+        work = call(large[:10], async_op=True)
+        large.zero_()
+        work.wait()
+
+    found, fill_us = simulate(lambda: step, 8), Cost(0.0, "", 1 << 30).us(H100)
+    assert len(found.log.collectives()) == len(found.log.select("wait")) == 1
+    assert found.step_seconds * 1e6 == pytest.approx(H100.launch_us + 2 * fill_us)
 
 
 def test_an_activation_is_one_kernel_each_way() -> None:
