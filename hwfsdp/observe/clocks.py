@@ -169,40 +169,30 @@ def shifts_to_one_axis(clocks: Mapping[int, RankClock]) -> dict[int, float]:
     return {rank: us if clocks[rank].machine == common else 0.0 for rank, us in shifts.items()}
 
 
-class Offset(NamedTuple):
-    """The other rank's clock minus this rank's clock, in µs. The error is at most `error_us`."""
-
-    us: float
-    error_us: float
-
-
-def host_us() -> float:
-    """Return the time of this machine's clock, in µs."""
-    return HostMark().us()
-
-
-def measure_offset(peer: int, group: dist.ProcessGroup, now: Callable[[], float] = host_us) -> Offset:
+def measure_offset(peer: int, group: dist.ProcessGroup) -> float:
     """Ask a rank for its time, while that rank calls `answer_with_time`. See Note [Round trips].
 
     Args:
         peer: number of the other rank in `group`. The group must send CPU tensors.
-        now: reads this rank's clock, in µs.
+
+    Returns:
+        The other rank's clock minus this rank's clock, in µs.
     """
     question, answer = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
-    best = Offset(0.0, float("inf"))
+    offset, shortest = 0.0, float("inf")
     for _ in range(ROUND_TRIPS):
-        asked = now()
+        asked = HostMark().us()
         group.send([question], peer, 0).wait()
         group.recv([answer], peer, 0).wait()
-        heard = now()
-        if heard - asked < 2 * best.error_us:
-            best = Offset(answer.item() - (asked + heard) / 2, (heard - asked) / 2)
-    return best
+        heard = HostMark().us()
+        if heard - asked < shortest:
+            offset, shortest = answer.item() - (asked + heard) / 2, heard - asked
+    return offset
 
 
-def answer_with_time(peer: int, group: dist.ProcessGroup, now: Callable[[], float] = host_us) -> None:
+def answer_with_time(peer: int, group: dist.ProcessGroup) -> None:
     """Answer a rank that calls `measure_offset`. The arguments are the same."""
     question = torch.zeros(1)
     for _ in range(ROUND_TRIPS):
         group.recv([question], peer, 0).wait()
-        group.send([torch.tensor([now()], dtype=torch.float64)], peer, 0).wait()
+        group.send([torch.tensor([HostMark().us()], dtype=torch.float64)], peer, 0).wait()

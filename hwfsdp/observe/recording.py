@@ -162,7 +162,7 @@ def gather_log(log: EventLog, group: dist.ProcessGroup | None = None) -> EventLo
                 around: Any = group or dist.group.WORLD
                 pair = gloo_beside(around, (0, peer), told[0][1])
                 if own == 0:
-                    ahead[machines[peer]] = measure_offset(1, pair).us
+                    ahead[machines[peer]] = measure_offset(1, pair)
                 else:
                     answer_with_time(0, pair)
         logs: list[Any] = [None] * len(machines)
