@@ -37,7 +37,7 @@ from hwfsdp.compat import functional_operators, is_fake_work, kinds_of_work
 from hwfsdp.observe import events
 from hwfsdp.observe.events import Draft, Recorder
 
-OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # Note [Streams of a collective]
+_OWN_STREAM = ("all_gather", "reduce_scatter", "all_reduce")  # Note [Streams of a collective]
 # the kinds of memory that collectives of one flat tensor read and write
 _KINDS = {
     "all_gather": ("", "all_gather_buffer"),
@@ -115,9 +115,9 @@ def _begin(op: str, args: tuple[Any, ...], recorder: Recorder, is_async: bool) -
         reads = writes
     elif op == "send":
         writes, reads = [], writes
-    draft = begin_on(op, reads, recorder, is_async)
+    draft = _begin_on(op, reads, recorder, is_async)
     draft.writes = recorder.identify(writes)
-    describe(draft, writes if op in ("all_gather", "scatter", "recv") else reads)
+    _describe(draft, writes if op in ("all_gather", "scatter", "recv") else reads)
     if op in _KINDS and isinstance(args[0], Tensor):
         for tensors, kind in zip((reads, writes), _KINDS[op], strict=True):
             if kind:
@@ -125,12 +125,12 @@ def _begin(op: str, args: tuple[Any, ...], recorder: Recorder, is_async: bool) -
     return draft
 
 
-def begin_on(op: str, reads: list[Tensor], recorder: Recorder, is_async: bool) -> Draft:
+def _begin_on(op: str, reads: list[Tensor], recorder: Recorder, is_async: bool) -> Draft:
     """Begin a collective on its stream (Note [Streams of a collective])."""
     stream = recorder.stream
     after: tuple[int, ...] = ()
     if not stream:
-        stream = op if op in OWN_STREAM else "other" if is_async else "compute"
+        stream = op if op in _OWN_STREAM else "other" if is_async else "compute"
         after = recorder.over_on("compute") if stream != "compute" else ()
         # Inside a step of an optimizer, it follows the part of the step that has been issued.
         after = (*after, *(step.seq for step in recorder.stepping.values()))
@@ -140,7 +140,7 @@ def begin_on(op: str, reads: list[Tensor], recorder: Recorder, is_async: bool) -
     return draft
 
 
-def describe(draft: Draft, whole: list[Tensor]) -> None:
+def _describe(draft: Draft, whole: list[Tensor]) -> None:
     draft.dtype = str(whole[0].dtype).removeprefix("torch.") if whole else ""
     draft.bytes = sum(t.numel() * t.element_size() for t in whole)
 
@@ -245,11 +245,11 @@ class _Operator:
 def _log_call(op: str, original: Any, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
     """Call a functional collective. Its event begins with the call and ends after the wait for its result."""
     given = tensors_in([*args, *kwargs.values()])
-    draft = begin_on(op, given, recorder, is_async=True)
+    draft = _begin_on(op, given, recorder, is_async=True)
     result = original(*args, **kwargs)
     made = tensors_in(result)
     draft.writes = recorder.identify(made)
-    describe(draft, made if op == "all_gather" else given)
+    _describe(draft, made if op == "all_gather" else given)
     recorder.results |= dict.fromkeys(draft.writes, draft)
     return result
 

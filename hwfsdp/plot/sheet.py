@@ -138,8 +138,7 @@ def axes_at(figure: Figure, left: float, bottom: float, width: float, height: fl
 
 def page(head: Head, left: float, width: float, height: float, bottom: float) -> tuple[Figure, Axes]:
     """Make a figure with a head and axes of this size. `left` and `bottom` are inches from the edges of the sheet."""
-    figure = new_figure(left + width + MARGIN, head.height + height + bottom)
-    head.draw(figure, left)
+    figure = head.figure(left + width + MARGIN, height + bottom, left)
     return figure, axes_at(figure, left, bottom, width, height)
 
 
