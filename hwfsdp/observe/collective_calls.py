@@ -82,12 +82,10 @@ def _watched(method: Callable[..., Any], op: str) -> Callable[..., Any]:
             recorder.inside_collective = False
         if work is None and is_async:
             recorder.coalesced.append(draft)
-        elif work is None:
-            _close_at_return(draft, recorder)
-        elif is_async:
-            _close_when_done(draft, work, recorder)
-        else:  # the function waits for the work before it returns
+        elif work is not None and not is_async:  # the function waits for the work before it returns
             recorder.blocking[work] = draft
+        else:
+            _close_when_done(draft, work, recorder)
         return work
 
     return call
@@ -145,8 +143,11 @@ def _describe(draft: Draft, whole: list[Tensor]) -> None:
     draft.bytes = sum(t.numel() * t.element_size() for t in whole)
 
 
-def _close_when_done(draft: Draft, work: dist.Work, recorder: Recorder) -> None:
-    """End the event when its work ends."""
+def _close_when_done(draft: Draft, work: dist.Work | None, recorder: Recorder) -> None:
+    """End the event when its work ends. A call without a work has ended already."""
+    if work is None:
+        _close_at_return(draft, recorder)
+        return
     # A stream of the host waits itself, and reports it. Simulated streams wait for no work.
     if not recorder.stream or (is_fake_work(work) and not recorder.host_runs_stream):
         recorder.in_flight[work] = draft
