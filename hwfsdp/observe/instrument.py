@@ -118,7 +118,7 @@ class Instrument:
         with _scope("backward" if in_backward() else "forward", state):
             if state.root.forward_root is None:
                 for module in state.modules:  # including parameters that no group owns
-                    recorder.ledger.visit(module)
+                    recorder.ledger.visit_params(module.parameters())
                 recorder.sample()
             yield
             recorder.sample()  # the copy-out has dropped its buffer

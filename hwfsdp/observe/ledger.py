@@ -113,10 +113,6 @@ class Ledger:
                 sums[ref.kind] += nbytes
         ref.sizes = []
 
-    def visit(self, module: nn.Module) -> None:
-        """Watch every parameter that is registered in `module` now, and its gradient."""
-        self.visit_params(module.parameters())
-
     def visit_params(self, params: Iterable[nn.Parameter]) -> None:
         """Watch parameters and their gradients. A DTensor counts as sharded."""
         for param in params:

@@ -84,7 +84,7 @@ def step(case: Case) -> tuple[dict[str, Any], StateBytes]:
         objective(model(*model.inputs(2, seed=0))).backward()
     optimizer.step()
     ledger = Ledger()
-    ledger.visit(model)
+    ledger.visit_params(model.parameters())
     ledger.visit_state(optimizer.state.values())
     alive, left = ledger.bytes_by_kind(), log.samples[dist.get_rank()][-1].bytes_by_kind
     params = alive["sharded_param"] + left["unsharded_param"]

@@ -41,7 +41,7 @@ def test_a_gradient_counts_while_autograd_has_it_and_stays_usable() -> None:
     ledger, param = Ledger(), nn.Parameter(floats(10))
     module = nn.ParameterList([param])
     (param * 2).sum().backward()
-    ledger.visit(module)
+    ledger.visit_params(module.parameters())
     gc.collect()
     assert alive(ledger) == {"unsharded_param": 40, "unsharded_grad": 40}
     assert param.grad is not None and param.grad.tolist() == [2.0] * 10
