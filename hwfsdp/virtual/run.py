@@ -66,7 +66,6 @@ class Simulation:
         peak_allocated_gib: the most memory that is alive at once, in GiB.
         peak_by_kind: bytes alive at that moment, by kind of memory (`ledger.KINDS`, and "activation").
         fits: True if `peak_allocated_gib` is within the device's memory.
-        is_step: True if the target made its own step. Then the step does not use the plan's batch and checkpointing.
         log: events of rank 0 in the measured step, in virtual time.
     """
 
@@ -82,7 +81,6 @@ class Simulation:
     peak_allocated_gib: float
     peak_by_kind: dict[str, int]
     fits: bool
-    is_step: bool
     log: EventLog = field(repr=False)
 
     @property
@@ -148,9 +146,8 @@ def simulate(
     with world.entered():
         run = program(step_or_model, plan, gpus)
         log = _record_second(run.step, world)
-        is_step = run.tokens is None
-        tokens = plan.batch * plan.seq if is_step and "seq" in settings else run.tokens
-        return _result(_name_of(step_or_model), plan, world, log, tokens, is_step)
+        tokens = plan.batch * plan.seq if run.tokens is None and "seq" in settings else run.tokens
+        return _result(_name_of(step_or_model), plan, world, log, tokens)
 
 
 def _record_second(step: Callable[[], Any], world: World) -> EventLog:
@@ -218,9 +215,7 @@ def _name_of(target: Target) -> str:
     return getattr(target, "__qualname__", None) or type(target).__name__
 
 
-def _result(
-    name: str, plan: Plan, world: World, log: EventLog, tokens: int | None, is_step: bool
-) -> Simulation:
+def _result(name: str, plan: Plan, world: World, log: EventLog, tokens: int | None) -> Simulation:
     device, allocator, seconds = world.device, world.allocator, world.clock.host / 1e6
     rate = mfu = None
     if tokens:
@@ -244,7 +239,6 @@ def _result(
         peak_allocated_gib=allocator.peak / GIB,
         peak_by_kind=allocator.peak_by_kind(),
         fits=allocator.peak <= usable,
-        is_step=is_step,
         log=log,
     )
 
