@@ -208,15 +208,13 @@ def _read_all(source: Source, scratch: Path) -> dict[KeyPath, Any]:
     mapped: dict[KeyPath, Tensor] = {}
     new: dict[KeyPath, Tensor] = {}
     for entry in source.manifest.tensors():
-        values = entry.chunks[0].values if len(entry.chunks) == 1 else None
-        if values is None:
-            new[entry.path] = _tensor_in(scratch, entry.shape, entry.dtype)
+        if len(entry.chunks) == 1 and entry.chunks[0].values is not None:
+            mapped[entry.path] = source.tensor(entry, entry.chunks[0])
         else:
-            mapped[entry.path] = values
+            new[entry.path] = _tensor_in(scratch, entry.shape, entry.dtype)
+    filled = {path: tensor for path, tensor in new.items() if tensor.numel()}
+    read_tensors(LoadPlan(source, {}, {}, fresh=filled, tensors=filled), lambda: None)  # fresh: read in place
     tensors = mapped | new
-    filled = {path: tensor for path, tensor in tensors.items() if tensor.numel()}
-    plan = LoadPlan(source, {}, {}, fresh=filled, tensors=filled)  # fresh: read in place
-    read_tensors(plan, lambda: None, directly=mapped)
     return {
         path: tensors[entry.same_as or path] if isinstance(entry, TensorEntry) else source.value(entry)
         for path, entry in source.manifest.entries.items()
@@ -265,8 +263,6 @@ def _read_safetensors(source: Path, scratch: Path) -> dict[Any, Any]:
 class Safetensors(Source):
     """A safetensors file, mapped into memory, as a source. Only a file of ours has checksums, and entries that are not tensors."""
 
-    checks_first = True
-
     def __init__(self, path: Path) -> None:
         with needed_by("safetensors files"):
             import safetensors
@@ -306,10 +302,12 @@ class Safetensors(Source):
         self.manifest = Manifest("", (), containers, entries)
         check_tree(self.manifest, path)
 
-    def check(self, entry: TensorEntry, chunk: Chunk) -> None:
-        if chunk.crc32 and checksum(view_bytes(self.tensor(entry, chunk))) != chunk.crc32[0]:
+    def tensor(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
+        found = super().tensor(entry, chunk)
+        if chunk.crc32 and checksum(view_bytes(found)) != chunk.crc32[0]:
             expected, remedy = "the bytes that were written", "Write it again."
             raise damaged(self.path, expected, "others, by their CRC-32", key=show(entry.path), remedy=remedy)
+        return found
 
 
 def _seal(text: str, tensors: Mapping[str, Tensor]) -> str:

@@ -121,7 +121,7 @@ def load(
     """Read a DCP checkpoint into the tensors of `state_dict`, in place. A collective over the group, if there is one.
 
     Any number of ranks may have written the checkpoint, with any layout. Each rank reads the chunks that contain some of its
-    elements twice: first to check them, then to copy them. It needs memory for a few chunks.
+    elements, each as a whole. Besides the memory of `loading.load`, it needs memory for a few chunks.
 
     Args:
         state_dict: tensors are filled in place; other values are replaced. It may also be a module, which stands for its state
@@ -312,35 +312,36 @@ class Blobs(Source):
     paths: dict[str, Any]
     metadata: Path
     opened: ExitStack
-    checks_first = True
     descriptors: dict[Path, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def value(self, entry: ValueEntry) -> Any:
         assert entry.chunk is not None
-        return self._read(entry, entry.chunk, check=True)
+        return self._read(entry, entry.chunk)
 
-    def check(self, entry: TensorEntry, chunk: Chunk) -> None:
-        """Compare the checksums of a chunk, and what it holds."""
-        self.tensor(entry, chunk, check=True)
-
-    def tensor(self, entry: TensorEntry, chunk: Chunk, check: bool = False) -> Tensor:
-        found = self._read(entry, chunk, check)
+    def tensor(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
+        found = self._read(entry, chunk)
         expected = f"{entry.dtype} {list(chunk.box.shape)}"
         got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         if got != expected or found.layout != torch.strided:
             raise damaged(self.files[chunk.file], f"a tensor {expected}", got, chunk.at, _key_of(entry))
         return cast(Tensor, found)
 
-    def _read(self, entry: Entry, chunk: Chunk, check: bool = False) -> Any:
-        """Load a blob with `torch.load`. No code of it runs. `check`: compare its checksums before."""
+    def _read(self, entry: Entry, chunk: Chunk) -> Any:
+        """Read a blob into memory, compare its checksums, and load it with `torch.load`. No code of it runs."""
         path, key = self.files[chunk.file], _key_of(entry)
         try:
-            file = io.BufferedReader(commit.Range(self._descriptor(path), chunk.at, chunk.nbytes))
-            if check and commit.check_archive(file, path, key, chunk.at) != chunk.seal and chunk.seal >= 0:
+            fd = self._descriptor(path)
+            if (size := os.fstat(fd).st_size) < chunk.at + chunk.nbytes:
+                raise damaged(
+                    path, f"{chunk.nbytes} bytes from byte {chunk.at} on", f"{size} in all", key=key
+                )
+            blob = io.BytesIO(bytes(chunk.nbytes))
+            commit.read_exactly(fd, blob.getbuffer(), chunk.at, path, key)
+            if commit.check_archive(blob, path, key, chunk.at) != chunk.seal and chunk.seal >= 0:
                 got = "something else that was saved"
                 raise damaged(path, "what was written there", got, chunk.at, key)
-            return commit.load_archive(file, path, {"map_location": "cpu"}, key, chunk.at)
+            return commit.load_archive(blob, path, {"map_location": "cpu"}, key, chunk.at)
         except CheckpointError:
             self.confirm()  # its error is the cause, if there is one
             raise

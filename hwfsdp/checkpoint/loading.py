@@ -18,9 +18,8 @@ Note [Read first, then write]
     completely or not at all. A tensor on the meta device has no values that could be lost. So it gets memory, and is read
     directly into it. If the load fails, the tensor goes back to the meta device.
 
-    The chunks of some files can be checked before anything is read to stay. If the source says so (`checks_first`), the first
-    reading only checks, and the second reads directly into the targets, chunk by chunk. Then a load needs memory for a few chunks,
-    but reads twice. Only tensors that are cast, or that share memory with others, still need memory of their own.
+    A blob of DCP has one checksum for all of its bytes. So a thread reads a whole blob, checks it, and copies what is needed out of
+    it. The parts of a PART checkpoint are mapped into memory, and checked as a whole, before anything is copied out of them.
 
 Note [From boxes to bytes]
     A chunk lies in its file row by row. A rank needs a box of it, which may be scattered over the chunk, as columns are. So a
@@ -232,15 +231,14 @@ def load_from(
 
 def read_and_fill(agreement: Agreement, plan: LoadPlan) -> None:
     """Read all values, and put them into the state dict when all ranks have read theirs (Note [Read first, then write])."""
-    directly = _simple(plan, plan.tensors) if plan.source.checks_first else {}
     parts: dict[KeyPath, Tensor] = {}
 
     def read() -> None:
-        parts.update(read_tensors(plan, agreement.check, directly.keys()))
+        parts.update(read_tensors(plan, agreement.check))
         plan.source.confirm()
 
     agreement.step("reading", read)
-    agreement.step("filling", lambda: fill(plan, parts, directly))
+    agreement.step("filling", lambda: fill(plan, parts))
 
 
 # --- Where values come from -------------------------------------------------------------------------------
@@ -250,24 +248,18 @@ class Source:
     """The files of a checkpoint of any format, as a load sees them: `Blocks` for the store, `dcp.Blobs`, `part_files.Parts`.
 
     Attributes:
-        checks_first: True if `check` finds all damage. Then a load may read directly into its targets (Note [Read first, then write]).
-            False: the functions of `jobs` check what they read.
-        compare: the beginning of the remedy if keys differ.
+        manifest: the list of the contents. compare: the beginning of the remedy if keys differ.
     """
 
     manifest: Manifest
-    checks_first = False
     compare = "Compare them"
-
-    def check(self, entry: TensorEntry, chunk: Chunk) -> None:
-        """Read a chunk. Raise CheckpointError if it is damaged."""
 
     def value(self, entry: ValueEntry) -> Any:
         """Return a value that is not a tensor."""
         return decode(entry.json_value)
 
     def tensor(self, entry: TensorEntry, chunk: Chunk) -> Tensor:
-        """Return the values of a chunk."""
+        """Return the values of a chunk. Raise CheckpointError if they are damaged."""
         assert chunk.values is not None
         return chunk.values
 
@@ -275,7 +267,7 @@ class Source:
         """Raise CheckpointError if another save has replaced this one while its files were opened. Called before targets are filled."""
 
     def jobs(self, need: Need, part: Tensor) -> Iterator[Callable[[], None]]:
-        """Yield functions that read the needed elements and put them into `part` (see `Need`). They may run in any order."""
+        """Yield functions that read the needed elements, check them, and put them into `part` (see `Need`). They may run in any order."""
         yield partial(self._copy, need, part[need.place.slices])
 
     def _copy(self, need: Need, place: Tensor) -> None:
@@ -461,39 +453,18 @@ _PIECE_BYTES = 4 << 20  # most bytes of one read
 _THREADS = min(4, os.cpu_count() or 1)
 
 
-def read_tensors(
-    plan: LoadPlan, check: Callable[[], None], directly: Collection[KeyPath] = ()
-) -> dict[KeyPath, Tensor]:
+def read_tensors(plan: LoadPlan, check: Callable[[], None]) -> dict[KeyPath, Tensor]:
     """Read this rank's part of every tensor: dense, on the CPU, in the dtype of its target.
 
     Args:
         check: called before each piece; may raise an error to stop the reading.
-        directly: targets that `fill` will read into. Their chunks are only checked.
 
     Raises:
         CheckpointError: a file is missing, of another save, cut short, damaged, or cannot be read.
         UsageError: the target's dtype cannot hold a value, or targets that share memory would get different values.
     """
-    if plan.source.checks_first:
-        chunks = {(need.entry.path, need.chunk): need.entry for need in needs_of(plan)}
-        _run((partial(plan.source.check, entry, chunk) for (_, chunk), entry in chunks.items()), check)
-    parts = _rooms_for(plan, directly)
-    _run(_jobs(plan, parts), check)
-    for path in parts:  # one after the other, so that the memory of each is freed before the next cast
-        parts[path] = cast(path, parts[path], plan.tensors[path].dtype)
-    _check_overlaps(plan, parts)
-    return parts
-
-
-def _jobs(plan: LoadPlan, parts: Mapping[KeyPath, Tensor]) -> Iterator[Callable[[], None]]:
-    """Yield the jobs that fill these parts."""
-    for need in needs_of(plan):
-        if need.entry.path in parts:
-            yield from plan.source.jobs(need, parts[need.entry.path])
-
-
-def _run(jobs: Iterable[Callable[[], None]], check: Callable[[], None] = lambda: None) -> None:
-    """Run the jobs in a few threads. Call `check` before each."""
+    parts = _rooms_for(plan)
+    jobs = (job for need in needs_of(plan) for job in plan.source.jobs(need, parts[need.entry.path]))
 
     def run(job: Callable[[], None]) -> None:
         check()
@@ -502,21 +473,24 @@ def _run(jobs: Iterable[Callable[[], None]], check: Callable[[], None] = lambda:
     with ThreadPoolExecutor(_THREADS) as pool:
         for _ in pool.map(run, jobs):
             pass
+    for path in parts:  # one after the other, so that the memory of each is freed before the next cast
+        parts[path] = cast(path, parts[path], plan.tensors[path].dtype)
+    _check_overlaps(plan, parts)
+    return parts
 
 
-def _rooms_for(plan: LoadPlan, directly: Collection[KeyPath]) -> dict[KeyPath, Tensor]:
-    """Allocate memory for every part that is not read `directly` into its target, in the dtype that was saved.
+def _rooms_for(plan: LoadPlan) -> dict[KeyPath, Tensor]:
+    """Allocate memory for every part, in the dtype that was saved.
 
     All parts share one piece of memory, in large pages if the system has them: allocating 64 MiB in small pages takes as long as
     reading and checking 64 MiB. Parts that will be cast get memory of their own, so that each can be freed after its cast. Targets
     that hold no values yet need no new memory: the values are read directly into them.
     """
-    fresh = _simple(plan, [path for path in plan.fresh if path in plan.tensors and path not in directly])
-    rooms = {path: part for path, part in fresh.items() if part.is_cpu and part.is_contiguous()}
+    rooms = _can_be_read_in_place(plan)
     together: dict[KeyPath, tuple[int, Tensor]] = {}
     end = 0
     for path, target in plan.tensors.items():
-        if path in rooms or path in directly:
+        if path in rooms:
             continue
         dtype, part = plan.source.manifest.tensor(path).dtype, part_of(target)
         if dtype != target.dtype:
@@ -535,14 +509,15 @@ def _rooms_for(plan: LoadPlan, directly: Collection[KeyPath]) -> dict[KeyPath, T
     return rooms
 
 
-def _simple(plan: LoadPlan, paths: Iterable[KeyPath]) -> dict[KeyPath, Tensor]:
-    """Return this rank's parts of the targets that have the saved dtype, and share memory with no other target, or all of it."""
-    parts = {path: part_of(plan.tensors[path]) for path in paths}
+def _can_be_read_in_place(plan: LoadPlan) -> dict[KeyPath, Tensor]:
+    """Return this rank's parts of the fresh targets of the saved dtype, dense on the CPU, that share memory with no other target, or all of it."""
+    parts = {path: part_of(plan.tensors[path]) for path in plan.fresh if path in plan.tensors}
     shared = {_storage_of(parts[overlapping[0]]) for overlapping in _overlapping(plan, parts)}
     return {
         path: part
         for path, part in parts.items()
         if part.dtype == plan.source.manifest.tensor(path).dtype and _storage_of(part) not in shared
+        if part.is_cpu and part.is_contiguous()
     }
 
 
@@ -660,12 +635,11 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def fill(plan: LoadPlan, parts: Mapping[KeyPath, Tensor], directly: Mapping[KeyPath, Tensor]) -> None:
-    """Put the parts into the tensors of the state dict, read the others `directly`, and put the values into their containers."""
+def fill(plan: LoadPlan, parts: Mapping[KeyPath, Tensor]) -> None:
+    """Put the parts into the tensors of the state dict, and the values into their containers."""
     for path, part in parts.items():
         if identity_of(part_of(plan.tensors[path])) != identity_of(part):  # equal: it was read in place
             part_of(plan.tensors[path]).copy_(part)
-    _run(_jobs(plan, directly))
     for path, value in plan.values.items():
         put(plan.state_dict, path, value)
     for path in plan.stateless:

@@ -157,8 +157,8 @@ def _check_present(directory: Path, ranks: list[int], count: int, expected: str)
 
 
 def _read_part(path: Path, options: Mapping[str, Any]) -> dict[Any, Any]:
-    os.close(commit.open_file(path, may_be_link=True))  # raises for a pipe, which would never end
-    commit.check_archive(path, path)
+    with open(commit.open_file(path, may_be_link=True), "rb") as file:
+        commit.check_archive(file, path)
     if not is_utf8(path):  # torch could not map it into memory
         options = {**options, "mmap": False}
     part = commit.load_archive(path, path, options)
@@ -207,8 +207,6 @@ class Parts(Source):
             that is not a dict, or is empty. A `Cut` stands for each tensor that is in chunks.
         rests: all of each optimizer's state dict but the state. others: the user's own entries.
     """
-
-    checks_first = True  # `read` has compared the checksums of the parts, so `check` has nothing to do
 
     def __init__(self, parts: Mapping[str, dict[str, Any]]) -> None:
         """Put the contents of the parts together. `parts`: by file, in the order of ranks.

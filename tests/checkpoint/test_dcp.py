@@ -344,7 +344,7 @@ LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a path above": (moved(relative_path="../c/__0_0.distcp"), "the path '../c/"),
     "a path from the root": (moved(relative_path="/etc/passwd"), "the path '/"),
     "a file that is not there": (moved(relative_path="x"), "it is missing"),
-    "a part behind the end": (moved(length=10**9), "an undamaged zip file"),
+    "a part behind the end": (moved(length=10**15), "1000000000000000 bytes from byte 0 on"),
     "a part before the beginning": (moved(offset=-1), "are no sizes"),
     "a part that is elsewhere": (moved(offset=7), "an undamaged zip file"),
     "another dtype": (with_dtype(torch.int32), "a tensor torch.int32 [4, 3]; got torch.float32 [4, 3]"),
