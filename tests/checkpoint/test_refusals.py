@@ -619,8 +619,8 @@ def a_target_that_does_not_fit_on_one_rank_is_refused_on_all(base: Path) -> None
 def ranks_that_find_different_checkpoints_load_none(base: Path) -> None:
     for name, format_ in FORMATS.items():
         paths = [base / f"{which} {name}" for which in ("first", "second")]
-        for path in paths:
-            format_.save({"a": torch.ones(2)}, path)
+        for number, path in enumerate(paths, 1):
+            format_.save({"a": torch.full((2,), float(number))}, path)
         target = {"a": torch.zeros(2)}
         message = raised(lambda: format_.load(target, paths[is_last()]), CheckpointError)
         assert re.search("expected (one save on all ranks|the directory of the save)", message), message
