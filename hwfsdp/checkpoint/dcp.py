@@ -42,11 +42,10 @@ import io
 import os
 import pickle
 import re
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, cast
@@ -294,26 +293,21 @@ def _check_storable(path: KeyPath, value: Any) -> None:
 # --- Reading -----------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Blobs(Source):
     """The files of a DCP checkpoint, as a source of a load (`loading.Source`).
 
     Attributes:
         manifest: its entries are listed by the path (key,); in a load, by the paths of the state dict. Its digest is the SHA-256 of the
             metadata.
-        files: a chunk names its file by the place in this list.
+        metadata: the file `.metadata`. files: a chunk names its file by the place in this list.
         paths: DCP's record of the path in the state dict behind each key; {} if there is none.
-        metadata: the file `.metadata`. opened: closes the files of blobs at the end. Each file is opened only once. So a load reads the
-            same bytes that it has checked, even if another save replaces the files meanwhile.
     """
 
-    manifest: Manifest
-    files: list[Path]
-    paths: dict[str, Any]
-    metadata: Path
-    opened: ExitStack
-    descriptors: dict[Path, int] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(
+        self, manifest: Manifest, opened: ExitStack, metadata: Path, files: list[Path], paths: dict[str, Any]
+    ) -> None:
+        super().__init__(manifest, opened)
+        self.metadata, self.files, self.paths = metadata, files, paths
 
     def value(self, entry: ValueEntry) -> Any:
         assert entry.chunk is not None
@@ -331,7 +325,7 @@ class Blobs(Source):
         """Read a blob into memory, compare its checksums, and load it with `torch.load`. No code of it runs."""
         path, key = self.files[chunk.file], _key_of(entry)
         try:
-            fd = self._descriptor(path)
+            fd = self.open_file(path)
             if (size := os.fstat(fd).st_size) < chunk.at + chunk.nbytes:
                 raise damaged(
                     path, f"{chunk.nbytes} bytes from byte {chunk.at} on", f"{size} in all", key=key
@@ -345,14 +339,6 @@ class Blobs(Source):
         except CheckpointError:
             self.confirm()  # its error is the cause, if there is one
             raise
-
-    def _descriptor(self, path: Path) -> int:
-        with self.lock:
-            if path not in self.descriptors:
-                fd = commit.open_file(path, may_be_link=True)
-                self.opened.callback(os.close, fd)
-                self.descriptors[path] = fd
-            return self.descriptors[path]
 
     def confirm(self) -> None:
         if hashlib.sha256(_contents_of(self.metadata)).hexdigest() != self.manifest.digest:
@@ -481,7 +467,7 @@ def read_metadata(directory: Path, opened: ExitStack) -> Blobs:
         for key, path in (metadata.planner_data or {}).items()
         if isinstance(path, tuple) and all(type(step) in (int, str) for step in path)
     }
-    return Blobs(Manifest("", (), {}, entries, digest=digest), files, paths, path, opened)
+    return Blobs(Manifest("", (), {}, entries, digest=digest), opened, path, files, paths)
 
 
 def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], list[Path]]:
@@ -499,7 +485,7 @@ def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], l
         if info is None:
             raise damaged(path, f"where the part at {box and box.offset} is", "nothing", key=key)
         file, offset, length = _place_of(path, key, info)
-        seal = _a(int, getattr(info, "seal", -1))  # torch and older versions write none
+        seal = _a(int, getattr(info, "seal", -1))  # torch writes none
         return Chunk(files.setdefault(file, len(files)), offset, box or whole(()), nbytes=length, seal=seal)
 
     for key, entry in metadata.state_dict_metadata.items():

@@ -38,6 +38,7 @@ from __future__ import annotations
 import copy
 import mmap
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -251,8 +252,35 @@ class Source:
         manifest: the list of the contents. compare: the beginning of the remedy if keys differ.
     """
 
-    manifest: Manifest
     compare = "Compare them"
+
+    def __init__(self, manifest: Manifest, opened: ExitStack) -> None:
+        """Read from files. `opened` closes them at the end."""
+        self.manifest, self._opened = manifest, opened
+        self._fds: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def open_file(self, path: Path, nbytes: int | None = None, header: bytes = b"") -> int:
+        """Return a descriptor of a file, which is opened only once. So a load reads one file, even if another save replaces it meanwhile.
+
+        Args:
+            nbytes: the size of the file; None: any. header: how it begins. A file with a header must not be a link.
+
+        Raises:
+            CheckpointError: the file is missing or another one.
+        """
+        with self._lock:
+            if path not in self._fds:
+                fd = commit.open_file(path, nbytes, may_be_link=not header)
+                self._opened.callback(os.close, fd)
+                found = bytearray(len(header))
+                commit.read_exactly(fd, memoryview(found), 0, path)
+                if found != header:
+                    got = repr(found.decode(errors="replace").strip())
+                    got = "a pickle, which is never opened" if bytes(found[:2]) in PICKLES else got
+                    raise damaged(path, f"a file that begins with {header.decode().strip()!r}", got, 0)
+                self._fds[path] = fd
+            return self._fds[path]
 
     def value(self, entry: ValueEntry) -> Any:
         """Return a value that is not a tensor."""
@@ -522,29 +550,18 @@ def _can_be_read_in_place(plan: LoadPlan) -> dict[KeyPath, Tensor]:
 
 
 class Blocks(Source):
-    """A save of the store as a source. Each file is opened and its header checked once. `opened` closes them."""
+    """A save of the store as a source."""
 
     compare = COMPARE
 
     def __init__(self, manifest: Manifest, folder: Path, opened: ExitStack) -> None:
-        self.manifest, self.folder, self.opened = manifest, folder, opened
-        self.fds: dict[int, int] = {}
+        super().__init__(manifest, opened)
+        self.folder = folder
 
     def open(self, index: int) -> tuple[int, Path]:
         """Return a descriptor of the file with this index, and its path."""
-        path = self.folder / name_of(index)
-        if index not in self.fds:
-            fd = commit.open_file(path, self.manifest.files[index])
-            self.opened.callback(os.close, fd)
-            header = header_of(self.manifest.save_id, index)
-            found = bytearray(len(header))
-            commit.read_exactly(fd, memoryview(found), 0, path)
-            if found != header:
-                got = repr(found.decode(errors="replace").strip())
-                got = "a pickle, which is never opened" if bytes(found[:2]) in PICKLES else got
-                raise damaged(path, f"a file that begins with {header.decode().strip()!r}", got, 0)
-            self.fds[index] = fd
-        return self.fds[index], path
+        path, header = self.folder / name_of(index), header_of(self.manifest.save_id, index)
+        return self.open_file(path, self.manifest.files[index], header), path
 
     def read(self, entry: TensorEntry, chunk: Chunk, into: memoryview, start: int) -> None:
         """Fill the memory with whole blocks of the chunk. The first block begins at byte `start` of the chunk.
@@ -563,7 +580,6 @@ class Blocks(Source):
 
     def jobs(self, need: Need, part: Tensor) -> Iterator[Callable[[], None]]:
         """See `Source` and Note [From boxes to bytes]."""
-        self.open(need.chunk.file)  # here, and not in several threads at the same time
         read = partial(self.read, need.entry, need.chunk)
         chunk, itemsize = need.chunk.box, part.dtype.itemsize
         first, last = span_of(need.place, part.shape)

@@ -24,7 +24,7 @@ from samples import assert_same
 
 from hwfsdp import CheckpointError, UsageError, checkpoint
 from hwfsdp.checkpoint import parts
-from hwfsdp.checkpoint.convert import _READERS, _WRITERS, FORMATS, Conversion, convert, format_of
+from hwfsdp.checkpoint.convert import _READERS, _WRITERS, FORMATS, Conversion, _seal, convert, format_of
 from hwfsdp.checkpoint.traverse import leaves_of
 from hwfsdp.cli import main
 
@@ -196,12 +196,16 @@ def test_a_flipped_bit_of_a_safetensors_file_is_found_or_harmless(tmp_path):
     assert len(found) > 500 and {*range(end, len(data))} <= {*found}
 
 
-def test_a_header_with_gaps_in_its_lists_is_refused(tmp_path):
+def test_a_header_with_gaps_in_its_lists_or_without_a_checksum_is_refused(tmp_path):
     entries = [{"path": ["list", place], "value": 1} for place in (0, 5, "a")]
-    for wrong in ([entries[0], entries[1]], [entries[0], entries[2]], [{"path": ["no", "x"], "value": 1}]):
-        header = {"containers": [[[], "dict"], [["list"], "list"]], "entries": wrong, "crc32": {}}
-        safetensors.torch.save_file({}, tmp_path / "x.safetensors", {"hwfsdp": json.dumps(header)})
-        with pytest.raises(CheckpointError, match="list|container"):
+    wrong = [entries[0], entries[1]], [entries[0], entries[2]], [{"path": ["no", "x"], "value": 1}]
+    for each, match in (*((each, "list|container") for each in wrong), (entries[:1], "by its CRC-32")):
+        text = json.dumps({"containers": [[[], "dict"], [["list"], "list"]], "entries": each, "crc32": {}})
+        header = {"hwfsdp": text, "hwfsdp.crc32": _seal(text, {})}
+        if match == "by its CRC-32":
+            del header["hwfsdp.crc32"]
+        safetensors.torch.save_file({}, tmp_path / "x.safetensors", header)
+        with pytest.raises(CheckpointError, match=match):
             convert(tmp_path / "x.safetensors", tmp_path / "out", to="store")
 
 

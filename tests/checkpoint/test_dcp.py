@@ -465,14 +465,6 @@ def test_two_parts_or_two_values_that_have_changed_places_in_a_file_are_noticed(
         swapped(tmp_path / "c", one, other)
 
 
-def test_a_checkpoint_of_ours_without_seals_is_read_as_before(tmp_path: Path) -> None:
-    path = saved(tmp_path / "c")
-    rewritten(path, lambda m: [vars(info).pop("seal") for info in m.storage_data.values()] and None)
-    target: dict[str, Any] = {"a": torch.zeros(4, 3), "b": {"c": None}}
-    dcp.load(target, path)
-    assert torch.equal(target["a"], numbered(4, 3))
-
-
 def test_every_flipped_bit_of_our_metadata_is_found(tmp_path: Path) -> None:
     path = saved(tmp_path / "c")
     target = {"a": torch.zeros(4, 3), "b": {"c": None}}
