@@ -44,7 +44,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial, reduce
-from itertools import chain, zip_longest
+from itertools import chain
 from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -57,9 +57,9 @@ from hwfsdp.checkpoint import commit
 from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.boxes import Box, bytes_of, cast, check_data, check_kind, check_writable, halves_of
 from hwfsdp.checkpoint.boxes import identity_of, intersection, part_of, pieces_of, span_of, strides_of
-from hwfsdp.checkpoint.boxes import view_bytes, within
-from hwfsdp.checkpoint.error_messages import KeyPath, check_in_common, damaged, on_one_side, path_of, refuse
-from hwfsdp.checkpoint.error_messages import said_once, show, warn_left_out
+from hwfsdp.checkpoint.boxes import within
+from hwfsdp.checkpoint.error_messages import KeyPath, check_in_common, damaged, listed, on_one_side
+from hwfsdp.checkpoint.error_messages import path_of, refuse, said_once, show, warn_left_out
 from hwfsdp.checkpoint.manifest import PICKLES, Chunk, Manifest, TensorEntry, ValueEntry, aligned, decode
 from hwfsdp.checkpoint.manifest import checksum, header_of, name_of
 from hwfsdp.checkpoint.meta import NewMemory, check_all_filled, stateless_in
@@ -334,11 +334,13 @@ def match(plan: LoadPlan, allow_cast: bool) -> None:
         UsageError, UnsupportedError: a leaf and its entry do not fit; see `load`.
     """
     places: dict[Any, KeyPath] = {}
+    once: dict[Any, KeyPath] = {}
     for path, target in plan.leaves.items():
         entry = plan.source.manifest.entries.get(path)
         if isinstance(entry, TensorEntry):
             _check_tensor(path, target, entry, allow_cast)
-            if pieces_of(target):
+            key = identity_of(target), entry.same_as or path  # tied now and when it was saved: read once
+            if pieces_of(target) and once.setdefault(key, path) == path:
                 plan.tensors[path] = target
         elif isinstance(entry, ValueEntry):
             if isinstance(target, Tensor):
@@ -348,7 +350,6 @@ def match(plan: LoadPlan, allow_cast: bool) -> None:
             if not are_alike(plan.values[path], plan.values[other]):
                 expected = f"the same value as for {show(other)}, as both are one place in the state dict"
                 refuse(path, expected, "another in the checkpoint", "Make a copy of the container first.")
-    _check_ties(plan)
 
 
 COMPARE = "Compare them with `hwfsdp checkpoint inspect`"
@@ -416,31 +417,6 @@ def _kind_of(dtype: torch.dtype) -> int:
     return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1
 
 
-def _check_ties(plan: LoadPlan) -> None:
-    """Raise an error if one target tensor would get two different contents."""
-    first: dict[Any, KeyPath] = {}
-    for path, target in plan.tensors.items():
-        other = first.setdefault(identity_of(target), path)
-        if other != path and not _are_same(plan.source, path, other):
-            expected = f"the same values as for {show(other)}, as both are one tensor in the state dict"
-            refuse(path, expected, "others in the checkpoint", "Untie them before loading.")
-
-
-def _are_same(source: Source, path: KeyPath, other: KeyPath) -> bool:
-    """True if two saved tensors of one shape are the same, and so are the parts that they were saved in."""
-    one, two = map(source.manifest.tensor, (path, other))
-    return one.dtype == two.dtype and all(
-        a == b for a, b in zip_longest(_contents(source, one), _contents(source, two))
-    )
-
-
-def _contents(source: Source, entry: TensorEntry) -> Iterator[tuple[Box, Any]]:
-    """Yield each part of a saved tensor, and its checksums. If the manifest has none, read the part, and yield its bytes."""
-    for chunk in sorted(source.manifest.chunks_of(entry), key=lambda chunk: chunk.box):
-        if chunk.box.numel:
-            yield chunk.box, chunk.crc32 or view_bytes(source.tensor(entry, chunk))
-
-
 # --- What is needed ----------------------------------------------------------------------------------------
 
 
@@ -503,7 +479,7 @@ def read_tensors(plan: LoadPlan, check: Callable[[], None]) -> dict[KeyPath, Ten
             pass
     for path in parts:  # one after the other, so that the memory of each is freed before the next cast
         parts[path] = cast(path, parts[path], plan.tensors[path].dtype)
-    _check_overlaps(plan, parts)
+    _check_shared(plan, parts)
     return parts
 
 
@@ -539,8 +515,9 @@ def _rooms_for(plan: LoadPlan) -> dict[KeyPath, Tensor]:
 
 def _can_be_read_in_place(plan: LoadPlan) -> dict[KeyPath, Tensor]:
     """Return this rank's parts of the fresh targets of the saved dtype, dense on the CPU, that share memory with no other target, or all of it."""
-    parts = {path: part_of(plan.tensors[path]) for path in plan.fresh if path in plan.tensors}
-    shared = {_storage_of(parts[overlapping[0]]) for overlapping in _overlapping(plan, parts)}
+    paths = _distinct(plan, (path for path in plan.fresh if path in plan.tensors)).values()
+    parts = {path: part_of(plan.tensors[path]) for path in paths}
+    shared = {_storage_of(parts[overlapping[0]]) for overlapping in _overlapping(plan, paths)}
     return {
         path: part
         for path, part in parts.items()
@@ -612,9 +589,13 @@ def _memory(dense: Tensor) -> memoryview:
     return dense.view(-1).view(torch.uint8).numpy().data
 
 
-def _check_overlaps(plan: LoadPlan, parts: dict[KeyPath, Tensor]) -> None:
-    """Raise an error if targets that share memory would get different values. Try this on a copy of the memory."""
-    for paths in _overlapping(plan, parts):
+def _check_shared(plan: LoadPlan, parts: Mapping[KeyPath, Tensor]) -> None:
+    """Raise an error if targets that share memory would get different values. Try this on a copy of memory that they share in part."""
+    first = _distinct(plan, parts)
+    for path, part in parts.items():
+        one = first[identity_of(plan.tensors[path])]
+        _check_same(path, [one], part, parts[one])
+    for paths in _overlapping(plan, first.values()):
         targets = {path: part_of(plan.tensors[path]) for path in paths}
         # the copy of a conjugated view would have memory of its own
         plain = {path: part.conj() if part.is_conj() else part for path, part in targets.items()}
@@ -622,24 +603,36 @@ def _check_overlaps(plan: LoadPlan, parts: dict[KeyPath, Tensor]) -> None:
         for path, view in trial.items():
             view.copy_(parts[path])
         for path, view in trial.items():
-            if not torch.equal(bytes_of(view.cpu()), bytes_of(parts[path])):
-                got = "values for the same memory, which differ"
-                refuse(path, "memory of its own, or the values of what shares it", got, "Pass a clone of it.")
+            _check_same(path, paths, view.cpu(), parts[path])
+
+
+def _check_same(path: KeyPath, sharing: Sequence[KeyPath], one: Tensor, two: Tensor) -> None:
+    """Raise an error if values differ that the target at this path would get, and other targets that share its memory."""
+    if one is not two and not torch.equal(bytes_of(one), bytes_of(two)):
+        others = [show(other) for other in sharing if other != path] or ["its other elements"]
+        expected = f"the same values as for {listed(others)}, in the same memory"
+        refuse(path, expected, "others in the checkpoint", "Untie them before loading, or pass a clone.")
+
+
+def _distinct(plan: LoadPlan, paths: Iterable[KeyPath]) -> dict[Any, KeyPath]:
+    """Return the first path of each target tensor, by the tensor's identity."""
+    first: dict[Any, KeyPath] = {}
+    for path in paths:
+        first.setdefault(identity_of(plan.tensors[path]), path)
+    return first
 
 
 def _overlapping(plan: LoadPlan, paths: Iterable[KeyPath]) -> list[list[KeyPath]]:
-    """List the distinct targets of each storage in which two elements, of one target or of two, may be in the same place."""
-    by_storage: dict[int, dict[Any, KeyPath]] = {}
+    """List the targets of each storage in which two elements, of one target or of two, may be in the same place. Targets are distinct."""
+    by_storage: dict[int, list[KeyPath]] = {}
     for path in paths:
-        local = part_of(plan.tensors[path])
-        by_storage.setdefault(_storage_of(local), {}).setdefault(identity_of(local), path)
+        by_storage.setdefault(_storage_of(part_of(plan.tensors[path])), []).append(path)
     found = []
-    for distinct in by_storage.values():
-        views = [view_of(part_of(plan.tensors[path])) for path in distinct.values()]
-        views.sort(key=lambda view: view[:2])
+    for together in by_storage.values():
+        views = sorted((view_of(part_of(plan.tensors[path])) for path in together), key=lambda view: view[:2])
         neighbors = zip(views, views[1:])
         if any(map(overlaps_itself, views)) or any(one.end > other.begin for one, other in neighbors):
-            found.append(list(distinct.values()))
+            found.append(together)
     return found
 
 

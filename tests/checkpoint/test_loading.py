@@ -154,6 +154,14 @@ def test_one_tensor_gets_two_entries_only_if_they_are_the_same(format_: Format, 
     format_.save({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path / "same")
     format_.load({"a": tied, "b": tied}, tmp_path / "same")
     assert torch.equal(tied, torch.ones(4))
+    meta = torch.zeros(4, device="meta")
+    with pytest.raises(UsageError, match="'b'.*same values as for .*'a'.*Untie"):
+        format_.load({"a": meta, "b": meta.detach()}, tmp_path / "different")
+    target = {"a": meta, "b": meta.detach()}
+    assert all(value.is_meta for value in target.values())
+    format_.load(target, tmp_path / "same")
+    assert_same(target, {"a": torch.ones(4), "b": torch.ones(4)})
+    assert target["a"].data_ptr() == target["b"].data_ptr()
 
 
 @pytest.mark.parametrize("name", ["store", "dcp"])  # a PART checkpoint has no dicts inside a state dict
