@@ -45,21 +45,14 @@ from hwfsdp.checkpoint import commit, dcp, parts
 from hwfsdp.checkpoint.agreement import ALONE, Agreement
 from hwfsdp.checkpoint.boxes import packed, view_bytes, whole
 from hwfsdp.checkpoint.commit import sync_directory
-from hwfsdp.checkpoint.error_messages import (
-    KeyPath,
-    check_utf8,
-    damaged,
-    is_utf8,
-    of_disk,
-    path_of,
-)
+from hwfsdp.checkpoint.error_messages import KeyPath, check_utf8, damaged, is_utf8, of_disk, path_of
 from hwfsdp.checkpoint.error_messages import refusal, refuse, show, with_size
 from hwfsdp.checkpoint.loading import Blocks, LoadPlan, Source, read_tensors
 from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Entry, Manifest, TensorEntry, ValueEntry, decode
 from hwfsdp.checkpoint.manifest import check_tree, checksum, name_of_constant
 from hwfsdp.checkpoint.part_files import read as read_parts
 from hwfsdp.checkpoint.saving import Target, describe, save_agreed
-from hwfsdp.checkpoint.traverse import container_like, items_of, leaves_of, nest, unflatten_state_dict
+from hwfsdp.checkpoint.traverse import container_like, items_of, leaves_of, nest
 from hwfsdp.compat import storage_key
 from hwfsdp.errors import CheckpointError, printable
 from hwfsdp.optional_packages import needed_by
@@ -238,10 +231,8 @@ def _read_part(source: Path, scratch: Path) -> dict[Any, Any]:
 
 def _read_dcp(source: Path, scratch: Path) -> dict[Any, Any]:
     with ExitStack() as opened:
-        blobs = dcp.read_metadata(source, opened)
-        flat = {key: value for (key,), value in _read_all(blobs, scratch).items()}
-    paths = {key: tuple(blobs.paths.get(key, (key,))) for key in flat}
-    tree: dict[Any, Any] = _with_int_keys(unflatten_state_dict(flat, paths))
+        leaves = _read_all(dcp.read_metadata(source, opened), scratch)
+    tree: dict[Any, Any] = _with_int_keys(nest(leaves, lambda _, items: container_like(None, items)))
     return tree
 
 

@@ -62,9 +62,9 @@ from hwfsdp.checkpoint.error_messages import KeyPath, check_format, damaged, pat
 from hwfsdp.checkpoint.error_messages import warn_left_out
 from hwfsdp.checkpoint.loading import LoadPlan, Source, load_from
 from hwfsdp.checkpoint.manifest import LARGEST, Chunk, Entry, Manifest, TensorEntry, ValueEntry, dtype_named
-from hwfsdp.checkpoint.meta import NewMemory, stateless_in
+from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.saving import brief, by_path, deal, describe_tensor, holders_of
-from hwfsdp.checkpoint.traverse import Leaf, containers_in, flat_key, is_within, leaves_of, place_of
+from hwfsdp.checkpoint.traverse import Leaf, containers_in, flat_key, leaves_of, place_of
 from hwfsdp.checkpoint.traverse import state_dict_of, traverse_state_dict
 from hwfsdp.compat import dcp_place
 from hwfsdp.errors import CheckpointError
@@ -147,20 +147,16 @@ def load(
 
 
 def _plan_of(target: NewMemory, path: str | os.PathLike[str], opened: ExitStack) -> LoadPlan:
-    """Find the entries of the checkpoint by their keys."""
+    """Let the manifest list the entries by the paths of the state dict. The keys of both are the same, but not their steps: 0 and "0"."""
     target.give()
-    entries, blobs = entries_of(target.state_dict), read_metadata(path_of(path, "load"), opened)
-    there = {key: entry for (key,), entry in blobs.manifest.entries.items()}
-    # from here on, the manifest lists the entries by the paths of this state dict
-    common = {at: replace(there[key], path=at) for key, (at, _) in entries.items() if key in there}
-    blobs.manifest = replace(blobs.manifest, entries=common)
-    leaves = {at: value for at, value in entries.values() if at in common}
-    plan = LoadPlan(blobs, target.state_dict, leaves, has_common=bool(leaves), fresh=target.paths)
-    missing = {key: path for key, (path, _) in entries.items() if key not in there}
-    plan.stateless = stateless_in(missing.values(), [blobs.paths.get(key, (key,)) for key in there])
-    plan.missing = [repr(key) for key, path in missing.items() if not is_within(path, plan.stateless)]
-    plan.unexpected = [repr(key) for key in there if key not in entries]
-    return plan
+    leaves, blobs = entries_of(target.state_dict), read_metadata(path_of(path, "load"), opened)
+    entries: dict[KeyPath, Entry] = {}
+    for at, entry in blobs.manifest.entries.items():
+        at = leaves[_key_of(at)].path if _key_of(at) in leaves else at
+        entries[at] = replace(entry, path=at)
+    blobs.manifest = replace(blobs.manifest, entries=entries)
+    options: dict[str, Any] = {"name_of": lambda at: repr(_key_of(at)), "fresh": target.paths}
+    return LoadPlan(blobs, target.state_dict, dict(leaves.values()), **options)
 
 
 # --- Keys --------------------------------------------------------------------------------------------------
@@ -297,17 +293,14 @@ class Blobs(Source):
     """The files of a DCP checkpoint, as a source of a load (`loading.Source`).
 
     Attributes:
-        manifest: its entries are listed by the path (key,); in a load, by the paths of the state dict. Its digest is the SHA-256 of the
-            metadata.
+        manifest: it lists the entries by DCP's record of their paths, or by (key,) without one; in a load, by the paths of the state
+            dict. Its digest is the SHA-256 of the metadata.
         metadata: the file `.metadata`. files: a chunk names its file by the place in this list.
-        paths: DCP's record of the path in the state dict behind each key; {} if there is none.
     """
 
-    def __init__(
-        self, manifest: Manifest, opened: ExitStack, metadata: Path, files: list[Path], paths: dict[str, Any]
-    ) -> None:
+    def __init__(self, manifest: Manifest, opened: ExitStack, metadata: Path, files: list[Path]) -> None:
         super().__init__(manifest, opened)
-        self.metadata, self.files, self.paths = metadata, files, paths
+        self.metadata, self.files = metadata, files
 
     def value(self, entry: ValueEntry) -> Any:
         assert entry.chunk is not None
@@ -318,12 +311,12 @@ class Blobs(Source):
         expected = f"{entry.dtype} {list(chunk.box.shape)}"
         got = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         if got != expected or found.layout != torch.strided:
-            raise damaged(self.files[chunk.file], f"a tensor {expected}", got, chunk.at, _key_of(entry))
+            raise damaged(self.files[chunk.file], f"a tensor {expected}", got, chunk.at, _key_of(entry.path))
         return cast(Tensor, found)
 
     def _read(self, entry: Entry, chunk: Chunk) -> Any:
         """Read a blob into memory, compare its checksums, and load it with `torch.load`. No code of it runs."""
-        path, key = self.files[chunk.file], _key_of(entry)
+        path, key = self.files[chunk.file], _key_of(entry.path)
         try:
             fd = self.open_file(path)
             if (size := os.fstat(fd).st_size) < chunk.at + chunk.nbytes:
@@ -347,8 +340,8 @@ class Blobs(Source):
             raise damaged(self.metadata, "the same save as when the load began", got, remedy=remedy)
 
 
-def _key_of(entry: Entry) -> str:
-    return ".".join(map(str, entry.path))
+def _key_of(path: KeyPath) -> str:
+    return ".".join(map(str, path))
 
 
 # --- Metadata ----------------------------------------------------------------------------------------------
@@ -462,12 +455,7 @@ def read_metadata(directory: Path, opened: ExitStack) -> Blobs:
         raise
     except Exception as error:  # the file is crafted or cut short
         raise damaged(path, "a pickle of DCP's metadata", told(error)) from error
-    paths = {
-        key: path
-        for key, path in (metadata.planner_data or {}).items()
-        if isinstance(path, tuple) and all(type(step) in (int, str) for step in path)
-    }
-    return Blobs(Manifest("", (), {}, entries, digest=digest), opened, path, files, paths)
+    return Blobs(Manifest("", (), {}, entries, digest=digest), opened, path, files)
 
 
 def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], list[Path]]:
@@ -479,6 +467,7 @@ def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], l
     }
     entries: dict[KeyPath, Entry] = {}
     files: dict[Path, int] = {}
+    paths = metadata.planner_data or {}
 
     def chunk_of(key: str, box: Box | None) -> Chunk:
         info = infos.get((key, box and box.offset))
@@ -489,18 +478,26 @@ def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], l
         return Chunk(files.setdefault(file, len(files)), offset, box or whole(()), nbytes=length, seal=seal)
 
     for key, entry in metadata.state_dict_metadata.items():
+        at = _path_of(key, paths.get(key))
         if _class_of(entry) == "TensorStorageMetadata":
             dtype, shape = _a(torch.dtype, entry.properties.dtype), _sizes(entry.size)
             boxes = [Box(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
             fault = find_fault(shape, [box for box in boxes if box.numel]) if boxes else "no chunk"
             if fault:
                 raise damaged(path, f"chunks that make up the shape {shape}", fault, key=key)
-            entries[key,] = TensorEntry((key,), dtype, shape, tuple(chunk_of(key, box) for box in boxes))
+            entries[at] = TensorEntry(at, dtype, shape, tuple(chunk_of(key, box) for box in boxes))
         elif _class_of(entry) == "BytesStorageMetadata":
-            entries[key,] = ValueEntry((key,), chunk=chunk_of(key, None))
+            entries[at] = ValueEntry(at, chunk=chunk_of(key, None))
         else:
             raise damaged(path, "a tensor or a value", type(entry).__name__, key=key)
     return entries, [*files]
+
+
+def _path_of(key: str, record: Any) -> KeyPath:
+    """Return DCP's record of the path behind a key; the key alone if this is no record of it."""
+    steps = record if isinstance(record, tuple) else ()
+    is_path = all(type(step) in (int, str) for step in steps) and _key_of(steps) == key
+    return steps if steps and is_path else (key,)
 
 
 def _a(kind: type[T], value: Any) -> T:

@@ -64,8 +64,8 @@ from hwfsdp.checkpoint.manifest import PICKLES, Chunk, Manifest, TensorEntry, Va
 from hwfsdp.checkpoint.manifest import checksum, header_of, name_of
 from hwfsdp.checkpoint.meta import NewMemory, check_all_filled, stateless_in
 from hwfsdp.checkpoint.staging import overlaps_itself, view_of
-from hwfsdp.checkpoint.traverse import are_alike, child_of, find_per_rank, is_within, items_of, leaves_of
-from hwfsdp.checkpoint.traverse import place_of, put
+from hwfsdp.checkpoint.traverse import are_alike, brief, child_of, find_per_rank, is_within, items_of
+from hwfsdp.checkpoint.traverse import leaves_of, place_of, put
 from hwfsdp.errors import CheckpointError
 
 S = TypeVar("S", bound=Mapping[Any, Any] | nn.Module)
@@ -156,11 +156,12 @@ class LoadPlan:
 
     Attributes:
         source: the files; its manifest lists the entries by the paths of the state dict.
-        state_dict: the state dict to fill. leaves: its entries that the manifest has, too.
-        has_common: False if the keys have nothing in common, although they must have.
-        missing, unexpected: names of the entries that only the state dict has, and that only the checkpoint has.
-        fresh: paths of targets that hold no values yet, because they were on the meta device.
-        stateless: paths of states that the load takes out of the state dict (`meta.stateless_in`).
+        state_dict: the state dict to fill. leaves: its entries; after `compare_keys`, those that the manifest has, too.
+        saved: the paths that the state dict should have, if they are not those of all entries in the manifest.
+        name_of: returns the name of an entry in messages. fresh: paths of targets that hold no values yet: they were on the meta device.
+        missing, unexpected: names of the entries that only the state dict has, and that only the checkpoint has. `compare_keys` adds most.
+        has_common: False if the keys have nothing in common, although they must have. `compare_keys` sets it.
+        stateless: paths of states that the load takes out of the state dict (`meta.stateless_in`). `compare_keys` sets it.
         tensors: by path, each target tensor of which this rank has a part. `match` adds them.
         values: by path, the new value of each entry that is not a tensor. `match` adds them.
     """
@@ -169,10 +170,12 @@ class LoadPlan:
     state_dict: Any
     leaves: Mapping[KeyPath, Any]
     _: KW_ONLY
-    has_common: bool = True
-    missing: Sequence[str] = ()
-    unexpected: Sequence[str] = ()
+    saved: Collection[KeyPath] | None = None
+    name_of: Callable[[KeyPath], str] = show
     fresh: Collection[KeyPath] = ()
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    has_common: bool = True
     stateless: Set[KeyPath] = frozenset()
     tensors: dict[KeyPath, Tensor] = field(default_factory=dict)
     values: dict[KeyPath, Any] = field(default_factory=dict)
@@ -201,6 +204,7 @@ def load_from(
 
     def match_mine() -> list[Any]:
         plan = plan_of(opened)
+        compare_keys(plan)
         if not together:
             left_out = on_one_side(plan.missing, plan.unexpected)
             check_in_common(what, left_out, strict, plan.has_common or not strict, plan.source.compare)
@@ -314,17 +318,31 @@ def _plan_of(
     state_dict, manifest = target.state_dict, source.manifest
     if items_of(state_dict) is None or isinstance(state_dict, tuple):
         refuse("load", "a state dict", type(state_dict).__name__, "Pass a dict.")
-    leaves = dict(leaves_of(state_dict))
     others, apart = _of_ranks(state_dict, manifest, agreement.rank, agreement.size, strict)
-    missing, unexpected = _on_one_side(leaves, manifest, others)
-    gone = {*missing}
-    missing += [path for path in leaves if is_within(path, apart) and path not in gone]
-    common = {path: leaf for path, leaf in leaves.items() if not (path in gone or is_within(path, apart))}
-    plan = LoadPlan(source, state_dict, common, has_common=bool(common), fresh=target.paths)
-    plan.stateless = stateless_in(missing, [*manifest.entries, *manifest.containers])
-    missing = [path for path in missing if not is_within(path, plan.stateless)]
-    plan.missing, plan.unexpected = (list(map(show, paths)) for paths in (missing, unexpected))
+    every, containers = dict(leaves_of(state_dict)), manifest.containers.keys()
+    empty = {path for path, leaf in every.items() if path in containers and items_of(leaf) is not None}
+    skipped = {path for path in every if is_within(path, apart)}
+    leaves = {path: leaf for path, leaf in every.items() if not (path in empty or path in skipped)}
+    plan = LoadPlan(source, state_dict, leaves, fresh=target.paths)
+    plan.missing = [show(path) for path in every if path in skipped]
+    known = {path[:n] for path in (*every, *manifest.entries, *containers) for n in range(len(path))}
+    saved = [*manifest.entries, *(containers - known - every.keys() - {()})]
+    others |= skipped
+    plan.saved = [path for path in saved if path not in others and not is_within(path, others)]
     return plan
+
+
+def compare_keys(plan: LoadPlan) -> None:
+    """Find the entries that only the state dict or only the checkpoint has."""
+    entries, containers = plan.source.manifest.entries, plan.source.manifest.containers
+    missing = [path for path in plan.leaves if path not in entries]
+    plan.stateless = stateless_in(missing, [*entries, *containers])
+    saved = entries if plan.saved is None else plan.saved
+    unexpected = [path for path in saved if path not in plan.leaves]
+    plan.leaves = {path: leaf for path, leaf in plan.leaves.items() if path in entries}
+    plan.has_common = len(unexpected) < len(saved) or not (missing or unexpected)
+    plan.missing += [plan.name_of(path) for path in missing if not is_within(path, plan.stateless)]
+    plan.unexpected += map(plan.name_of, unexpected)
 
 
 def match(plan: LoadPlan, allow_cast: bool) -> None:
@@ -343,8 +361,8 @@ def match(plan: LoadPlan, allow_cast: bool) -> None:
             if pieces_of(target) and once.setdefault(key, path) == path:
                 plan.tensors[path] = target
         elif isinstance(entry, ValueEntry):
-            if isinstance(target, Tensor):
-                refuse(path, f"a tensor, as in the state dict, of shape {tuple(target.shape)}", str(entry))
+            if isinstance(target, Tensor) or (entry.chunk is None and items_of(target) is not None):
+                refuse(path, f"a {brief(target)}, as in the state dict", str(entry))
             other = places.setdefault(place_of(path, plan.state_dict), path)
             plan.values[path] = plan.source.value(entry)
             if not are_alike(plan.values[path], plan.values[other]):
@@ -353,22 +371,6 @@ def match(plan: LoadPlan, allow_cast: bool) -> None:
 
 
 COMPARE = "Compare them with `hwfsdp checkpoint inspect`"
-
-
-def _on_one_side(
-    leaves: dict[KeyPath, Any], manifest: Manifest, others: set[KeyPath]
-) -> tuple[list[KeyPath], list[KeyPath]]:
-    """List the keys that only the state dict has, and the keys that only the save has. `others` are paths to values of other ranks."""
-
-    def is_saved(path: KeyPath, leaf: Any) -> bool:
-        return path in (manifest.entries if items_of(leaf) is None else manifest.containers)
-
-    parents = {path[:-1] for path in [*manifest.entries, *manifest.containers] if path}
-    empty = [path for path in manifest.containers if path and path not in parents]
-    above = {path[:n] for path in leaves for n in range(len(path))}
-    missing = [path for path, leaf in leaves.items() if path and not is_saved(path, leaf)]
-    unexpected = [p for p in (*manifest.entries, *empty) if p not in leaves and p not in above]
-    return missing, [p for p in unexpected if p not in others and not is_within(p, others)]
 
 
 def _of_ranks(

@@ -174,12 +174,8 @@ def load_into(
                     refuse(f"load_into's {what}", f"{saved}, as were saved", f"{got}", remedy)
             leaves, fresh = _places_in_models(tree, several(model), device, held)
             there = [path for path in found[0].found if path[0] == "model" and model is not None]
-            common = {path: leaves[path] for path in there if path in leaves}
-            plan = LoadPlan(found[0], tree, common, has_common=bool(common) or model is None, fresh=fresh)
-            plan.missing, plan.unexpected = (
-                [repr(p[2]) for p in paths if p not in common] for paths in (leaves, there)
-            )
-            plan.leaves = common | _places_in_optimizers(tree, plan, found[0], several(optimizer))
+            plan = LoadPlan(found[0], tree, leaves, saved=there, name_of=lambda p: repr(p[2]), fresh=fresh)
+            plan.leaves = leaves | _places_in_optimizers(tree, plan, found[0], several(optimizer))
             return plan
 
         left_out = load_from(agreement, plan_of, f"load_into from {fname}", strict, allow_cast)
@@ -414,8 +410,8 @@ def _in_common(
     """Return the saved values of the keys that the optimizer has, too, and its own values of the others. Add differing keys to the plan."""
     missing = [key for key in mine if key not in theirs and key not in _NAMES]
     unexpected = [key for key in theirs if key not in mine and key not in _NAMES]
-    plan.missing = [*plan.missing, *(show((*at, key)) for key in missing)]
-    plan.unexpected = [*plan.unexpected, *(show((*at, key)) for key in unexpected)]
+    plan.missing += [show((*at, key)) for key in missing]
+    plan.unexpected += [show((*at, key)) for key in unexpected]
     kept = {key: value for key, value in theirs.items() if key not in unexpected}
     return kept | {key: mine[key] for key in missing}
 

@@ -354,8 +354,14 @@ MISFITS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a number for a tensor": (lambda: target_with(a=1.0), [KEY_A, "float", "(4, 6)"]),
     "a tensor for a number": (
         lambda: target_with(nested={**NESTED, "lr": torch.ones(())}),
-        [f"{KEY_NESTED}['lr']", "tensor", "0.5"],
+        [f"{KEY_NESTED}['lr']", "Tensor of shape ()", "0.5"],
     ),
+    "a list for a number": (
+        lambda: target_with(nested={**NESTED, "lr": []}),
+        [f"{KEY_NESTED}['lr']", "a list", "0.5"],
+    ),
+    "an empty dict for a dict": (lambda: target_with(nested={}), [KEY_NESTED, "got 4 only"]),
+    "an empty dict too many": (lambda: target_with(more={}), ["got 1 missing", "['more']"]),
     "a dict for a tensor": (lambda: target_with(a={"x": 1}), [f"{KEY_A}['x']", "1 missing"]),
     "a tensor for a dict": (lambda: target_with(nested=torch.zeros(3)), [KEY_NESTED, "1 missing", "4 only"]),
     "a list for a dict": (lambda: target_with(nested=[1, 2]), [f"{KEY_NESTED}[1]", "1 missing", "3 only"]),
@@ -378,6 +384,18 @@ def test_a_target_that_does_not_fit_is_refused(name: str, path: Path) -> None:
     assert isinstance(error, UsageError | UnsupportedError), repr(error)
     assert all(word in str(error) for word in words), f"{words} in {error}"
     assert exactly(target) == before
+
+
+@pytest.mark.parametrize(
+    ("target", "got"),
+    [(1, r"1 missing .*\['x'\]"), ({"y": 1}, r"1 missing .*\['y'\]"), (None, r"1 only .*\['x'\]")],
+)
+def test_an_empty_container_is_a_key_like_any_other(target: Any, got: str, tmp_path: Path) -> None:
+    save({"x": {}, "w": 1}, tmp_path / "c")
+    state = {"w": 0} if target is None else {"w": 0, "x": target}
+    with pytest.raises(UsageError, match=f"got {got}"):
+        load(state, tmp_path / "c")
+    assert load({"x": {}, "w": 0}, tmp_path / "c") == {"x": {}, "w": 1}
 
 
 # --- Refused saves ---------------------------------------------------------------------------------------------
