@@ -19,7 +19,7 @@ Modules, in reading order:
     manifest        the list of a save's contents, and their places
     commit          files: written, brought to the disk, put in place in one step, read with checks and without running code
     meta            memory for targets on the meta device, and the state that an optimizer will have
-    saving          save and async_save: describe, divide, write, commit
+    saving          save and async_save: describe, plan, write, commit
     loading         load, and the steps that load every format: match, read, fill
     part_files      the files of the PART format: which rank writes what, and a source of a load
     parts           the PART format: save, load, load_into

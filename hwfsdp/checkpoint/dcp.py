@@ -3,7 +3,7 @@
     save(state_dict, path)       torch.distributed.checkpoint.load can read the result
     load(state_dict, path)       reads a checkpoint that torch.distributed.checkpoint.save has written
 
-The ranks divide the boxes as they do for a save of the store (`saving.deal`), and fill a state dict with the same reader
+The ranks divide the boxes as they do for a save of the store (`saving.writers_of`), and fill a state dict with the same reader
 (`loading`). This module is what is particular to the format: its keys, its files and its metadata. Several things that DCP does
 silently do not happen here, or are errors:
 
@@ -63,7 +63,7 @@ from hwfsdp.checkpoint.error_messages import warn_left_out
 from hwfsdp.checkpoint.loading import LoadPlan, Source, load_from
 from hwfsdp.checkpoint.manifest import LARGEST, Chunk, Entry, Manifest, TensorEntry, ValueEntry, dtype_named
 from hwfsdp.checkpoint.meta import NewMemory
-from hwfsdp.checkpoint.saving import brief, by_path, deal, describe_tensor, holders_of
+from hwfsdp.checkpoint.saving import Boxed, brief, by_path, describe_tensor, holders_of, writers_of
 from hwfsdp.checkpoint.traverse import Leaf, containers_in, flat_key, leaves_of, place_of
 from hwfsdp.checkpoint.traverse import state_dict_of, traverse_state_dict
 from hwfsdp.compat import dcp_place
@@ -101,7 +101,7 @@ def save(
     """
     agreement = Agreement(process_group, "DCP checkpoint")
     mine = _Saving(agreement)
-    share = agreement.step("planning", lambda: mine.describe(state_dict, path), mine.divide)
+    share = agreement.step("planning", lambda: mine.describe(state_dict, path), mine.assign)
     check = partial(commit.check_replaceable, mine.target, _FILES, "a DCP checkpoint", overwrite)
     with commit.replaced(mine.target, agreement, check) as (draft, save_id):
         agreement.step("writing", lambda: mine.write(draft, share), partial(mine.finish, draft, save_id))
@@ -180,7 +180,7 @@ def entries_of(state_dict: Mapping[Any, Any]) -> dict[str, Leaf]:
 
 
 class _Saving:
-    """One save on one rank. The leader also calls `divide` and `finish`."""
+    """One save on one rank. The leader also calls `assign` and `finish`."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.rank, self.size = agreement.rank, agreement.size
@@ -210,13 +210,10 @@ class _Saving:
                 _check_storable(path, value)
         return described
 
-    def divide(self, descriptions: list[list[dict[str, Any]]]) -> list[list[Any]]:
-        """Tell each rank what to write: keys and boxes; for a value, None in place of a box.
-
-        Raises an error if a key has another shape, dtype or kind on another rank.
-        """
-        holders: dict[Any, list[int]] = {}
-        sizes: dict[Any, int] = {}
+    def assign(self, descriptions: list[list[dict[str, Any]]]) -> list[list[Any]]:
+        """Tell each rank what to write: keys and boxes. Raise an error if a key has another shape, dtype or kind on another rank."""
+        holders: dict[Boxed, list[int]] = {}
+        itemsizes: dict[KeyPath, int] = {}
         for path, by_rank in by_path(descriptions).items():
             rank, first = next(iter(by_rank.items()))
             self.described[path] = first
@@ -225,28 +222,26 @@ class _Saving:
                     expected = f"the same on all ranks; rank {rank} has {brief(first)}"
                     remedy = "Shard with DTensors; other tensors count as replicas. Or rename one of the two."
                     refuse(f"key {path[0]!r}", expected, f"{brief(entry)} on rank {other}", remedy)
-            found: dict[Any, list[int]] = {(path, None): [*by_rank]}
-            if "shape" in first:  # a tensor without elements is written nevertheless: a load needs its shape
-                empty = 0 in first["shape"]
-                found = {(path, whole(first["shape"])): [*by_rank]} if empty else holders_of(path, by_rank)
-                itemsize = dtype_named(first["dtype"]).itemsize
-            holders |= found
-            sizes |= {(at, box): box.numel * itemsize if box else 0 for at, box in found}
+            shape, dtype = first.get("shape", ()), first.get("dtype", "bool")
+            itemsizes[path] = dtype_named(dtype).itemsize
+            # A value has the box of a tensor without dims. Tensors without elements are written, too: a load needs their shape.
+            one_blob = "shape" not in first or 0 in shape
+            holders |= {(path, whole(shape)): [*by_rank]} if one_blob else holders_of(path, by_rank)
         self.shares = [[] for _ in range(self.size)]
-        for ((key,), box), rank in deal(sizes, [0] * self.size, holders).items():
+        for ((key,), box), rank in writers_of(holders, itemsizes, self.size).items():
             self.shares[rank].append((key, box))
         return self.shares
 
     def write(self, draft: Path, share: list[Any]) -> list[tuple[int, int, int]]:
         """Write this rank's file. Return the place of each blob: offset, length and seal."""
         places: list[tuple[int, int, int]] = []
-        items = [(self.entries[key].value, box and box_from(box)) for key, box in share]
-        nbytes = sum(box.numel * value.itemsize for value, box in items if box)
+        items = [(self.entries[key].value, box_from(box)) for key, box in share]
+        nbytes = sum(box.numel * value.itemsize for value, box in items if isinstance(value, Tensor))
         if items:
             with commit.archive_file(draft / _file_of(self.rank), nbytes) as file:
                 for value, box in items:
                     start = file.tell()
-                    torch.save(packed(values_in(value, box)) if box else value, file)
+                    torch.save(packed(values_in(value, box)) if isinstance(value, Tensor) else value, file)
                     places.append((start, file.tell() - start, commit.seal_of(file)))
         return places
 
@@ -264,9 +259,12 @@ class _Saving:
         for rank, (share, of_share) in enumerate(zip(self.shares, places)):
             commit.check_written(*([draft / _file_of(rank)] if share else []))
             for (key, box), place in zip(share, of_share):
-                at, size = map(torch.Size, box) if box else (None, None)
-                infos[torchs.MetadataIndex(key, at)] = dcp_place(_file_of(rank), *place)
-                if at is not None and size is not None:
+                at, size = map(torch.Size, box)
+                is_tensor = "shape" in self.described[key,]
+                infos[torchs.MetadataIndex(key, at if is_tensor else None)] = dcp_place(
+                    _file_of(rank), *place
+                )
+                if is_tensor:
                     entries[key].chunks.append(torchs.ChunkStorageMetadata(at, size))
         paths = {key: tuple(entry["tree"]) for (key,), entry in self.described.items()}
         data = pickle.dumps(torchs.Metadata(entries, paths, infos, torchs.StorageMeta(save_id=save_id)))

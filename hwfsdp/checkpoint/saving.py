@@ -7,12 +7,12 @@
 A save promises this: it counts when all of it is on the disk, or not at all. Until then, an earlier checkpoint is not changed.
 Files hold nothing but numbers and JSON, so no checkpoint can make a program run code. One save on one rank:
 
-    describe → [leader: compare, divide, make a directory] → write → [leader: manifest, CURRENT, sweep]
+    describe → [leader: compare, plan, make a directory] → write → [leader: manifest, CURRENT, sweep]
 
 The steps in square brackets happen on the leader. At each arrow, all ranks have agreed (see `agreement`). Every rank describes
 its tensors and values as JSON (`describe`). The leader compares the descriptions, since a checkpoint holds one state dict and not
-one for each rank. Then it assigns every box to one of the ranks that have it (`divide`): the largest box first, each to the rank
-with the fewest bytes so far. The result is the manifest, still without checksums.
+one for each rank. Then it assigns every box to one of the ranks that have it (`writers_of`): the largest box first, each to the rank
+with the fewest bytes so far. The result is the manifest, still without checksums (`plan_of`).
 
 Note [Replicas are compared]
     If several ranks hold the same part, one of them writes it. If their copies differ, something went wrong long before the
@@ -216,7 +216,7 @@ class _Saving:
         """Make the directory, and tell each rank what to write."""
         path = self.target.path
         self.target.check()
-        manifest = divide(descriptions, "")  # raises its errors before any directory is made
+        manifest = plan_of(descriptions)  # raises its errors before any directory is made
         _make_directory(path)
         self.held.enter_context(commit.locked(path))
         self.target.check()  # again, because now no other save can write there
@@ -364,11 +364,11 @@ def _has_replicas(tensor: Tensor, world_size: int) -> bool:
     return copies or mesh.size() != world_size
 
 
-# --- Dividing ----------------------------------------------------------------------------------------------
+# --- Planning ----------------------------------------------------------------------------------------------
 
 
-def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
-    """Make the manifest of everything that the ranks have together, without checksums. Rank i writes file i.
+def plan_of(descriptions: list[dict[str, Any]]) -> Manifest:
+    """Make the manifest of everything that the ranks have together, without an id and checksums. Rank i writes file i.
 
     Raises:
         UsageError: the ranks have different keys, values, shapes or dtypes; copies of a tensor differ; or the parts do not make
@@ -387,7 +387,7 @@ def divide(descriptions: list[dict[str, Any]], save_id: str) -> Manifest:
         entries[path] = TensorEntry(path, dtype_named(first["dtype"]), tuple(first["shape"]), same_as=same_as)
         if same_as is None:
             holders |= holders_of(path, by_rank)
-    return _lay_out(Manifest(save_id, (), containers, entries), holders, len(descriptions))
+    return _lay_out(Manifest("", (), containers, entries), holders, len(descriptions))
 
 
 def by_path(entries: list[list[dict[str, Any]]]) -> dict[KeyPath, dict[int, dict[str, Any]]]:
@@ -455,6 +455,8 @@ def deal(
 ) -> dict[Any, int]:
     """Choose a rank for each item: the largest item first, each to the rank with the least load; the lowest rank if loads are equal.
 
+    The result is in the order of `sizes`.
+
     Args:
         sizes: bytes by item. loads: bytes that each rank has already; the bytes of the items are added.
         holders: by item, the ranks to choose from; None: all. Items of a single rank come first, because they leave no choice.
@@ -464,25 +466,30 @@ def deal(
     for item in sorted(sizes, key=lambda item: (len(holders[item]) > 1, -sizes[item])):
         chosen[item] = min(holders[item], key=lambda rank: loads[rank])
         loads[chosen[item]] += sizes[item]
-    return chosen
+    return {item: chosen[item] for item in sizes}
 
 
-def _lay_out(manifest: Manifest, holders: dict[Boxed, list[int]], world_size: int) -> Manifest:
-    """Return the manifest with a place in a rank's file for every box. Large boxes are divided among the ranks that have them."""
+def writers_of(
+    holders: Mapping[Boxed, list[int]], itemsizes: Mapping[KeyPath, int], world_size: int
+) -> dict[Boxed, int]:
+    """Choose the rank that writes each box, among those that have it. Large boxes are divided among them."""
     candidates: dict[Boxed, list[int]] = {}
     sizes: dict[Boxed, int] = {}
     for (path, box), ranks in holders.items():
-        itemsize = manifest.tensor(path).dtype.itemsize
-        for part in slices_of(box, min(len(ranks), max(1, box.numel * itemsize // BLOCK_BYTES))):
-            candidates[path, part], sizes[path, part] = ranks, part.numel * itemsize
+        for part in slices_of(box, min(len(ranks), max(1, box.numel * itemsizes[path] // BLOCK_BYTES))):
+            candidates[path, part], sizes[path, part] = ranks, part.numel * itemsizes[path]
+    return deal(sizes, [0] * world_size, candidates)
+
+
+def _lay_out(manifest: Manifest, holders: dict[Boxed, list[int]], world_size: int) -> Manifest:
+    """Return the manifest with a place in a rank's file for every box."""
     ends = [ALIGNMENT] * world_size
     chunks: dict[KeyPath, list[Chunk]] = {}
-    chosen = deal(sizes, [0] * world_size, candidates)
-    for (path, box), nbytes in sizes.items():
-        file = chosen[path, box]
+    itemsizes = {entry.path: entry.dtype.itemsize for entry in manifest.tensors()}
+    for (path, box), file in writers_of(holders, itemsizes, world_size).items():
         at = aligned(ends[file])
         chunks.setdefault(path, []).append(Chunk(file, at, box))
-        ends[file] = at + nbytes
+        ends[file] = at + box.numel * itemsizes[path]
     return replace(manifest.with_chunks(lambda entry: chunks.get(entry.path, ())), files=tuple(ends))
 
 

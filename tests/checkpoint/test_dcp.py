@@ -183,6 +183,18 @@ def ranks_may_have_keys_of_their_own_and_meshes_of_a_part_of_them(directory: Pat
     assert_same(state, {f"stage {other}": {"w": numbered(2) * other}, "one": numbered(3)})
 
 
+@on_ranks
+def a_large_replica_is_written_by_all_ranks_and_read_by_torch(directory: Path) -> None:
+    values, path = numbered(READERS << 18), directory / "replicas"  # 1 MiB for each rank
+    dcp.save({"plain": values, "replicated": distribute_tensor(values, line(), [Replicate()])}, path)
+    for load in (dcp.load, lambda state, path: torchs.load(state, checkpoint_id=path)):
+        state = {"plain": torch.zeros_like(values), "replicated": torch.zeros_like(values)}
+        load(state, path)
+        assert_same(state, {"plain": values, "replicated": values})
+    files = [path / f"__{rank}_0.distcp" for rank in range(READERS)]
+    assert all(file.stat().st_size > 2 << 20 for file in files)
+
+
 # --- Errors on one rank ------------------------------------------------------------------------------------
 
 
