@@ -60,7 +60,8 @@ import torch
 from torch import Tensor
 
 from hwfsdp.checkpoint.agreement import Agreement
-from hwfsdp.checkpoint.error_messages import KeyPath, check_format, damaged, refusal, refuse, told, with_size
+from hwfsdp.checkpoint.error_messages import KeyPath, check_format, damaged, refusal, refuse, signs_in
+from hwfsdp.checkpoint.error_messages import told, with_size
 from hwfsdp.checkpoint.manifest import BLOCK_BYTES, FORMAT, LARGEST, SAVE_ID, VERSION, Manifest, from_bytes
 from hwfsdp.checkpoint.manifest import checksum, name_of, parse_json
 from hwfsdp.checkpoint.traverse import items_of, map_leaves
@@ -245,7 +246,7 @@ def find_current(path: Path) -> Current:
         saves = find_saves(path)
         remedy = f"There are saves in it: load {path / saves[-1]}" if saves else "Check the path"
         expected = "the directory of a checkpoint"
-        check_format(path, expected, CURRENT, MANIFEST)
+        check_format(path, expected, "store")
         refuse(path, expected, "one without the file CURRENT", f"{remedy}.")
     data = read_small_file(file, _LARGEST_CURRENT)
     tree = parse_json(data, file)
@@ -333,6 +334,10 @@ def check_target(path: Path, overwrite: bool) -> None:
     if not path.is_dir():
         got = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
         refuse(path, "a directory, or nothing", got, "Choose another path.")
+    for sign, kind in signs_in(path).items():
+        if kind != "store":
+            got = f"one of another format, which has {sign}"
+            refuse(path, "a checkpoint of the store, or none", got, "Choose another path.")
     if overwrite:
         return
     saves = find_saves(path)

@@ -46,7 +46,7 @@ from hwfsdp.checkpoint.agreement import ALONE, Agreement
 from hwfsdp.checkpoint.boxes import packed, view_bytes, whole
 from hwfsdp.checkpoint.commit import sync_directory
 from hwfsdp.checkpoint.error_messages import KeyPath, check_utf8, damaged, is_utf8, of_disk, path_of
-from hwfsdp.checkpoint.error_messages import refusal, refuse, show, with_size
+from hwfsdp.checkpoint.error_messages import refusal, refuse, show, signs_in, with_size
 from hwfsdp.checkpoint.loading import Blocks, LoadPlan, Source, read_tensors
 from hwfsdp.checkpoint.manifest import ALIGNMENT, Chunk, Entry, Manifest, TensorEntry, ValueEntry, decode
 from hwfsdp.checkpoint.manifest import check_tree, checksum, name_of_constant
@@ -75,8 +75,7 @@ def format_of(path: Path) -> str:
     Raises:
         UsageError: there is no checkpoint in a format that this module reads.
     """
-    signs = {commit.CURRENT: "store", commit.MANIFEST: "store", dcp.METADATA: "dcp", "PART_000.pt": "part"}
-    found = {name for sign, name in signs.items() if os.path.lexists(path / sign)}
+    found = {*signs_in(path).values()}
     if path.is_file() and path.suffix == ".safetensors":
         found.add("safetensors")
     if len(found) != 1:

@@ -435,7 +435,7 @@ def read_metadata(directory: Path, opened: ExitStack) -> Blobs:
             chunks overlap, leave gaps or exceed their tensor; or a blob is outside the directory.
     """
     path = directory / METADATA
-    check_format(directory, "the directory of a DCP checkpoint", METADATA)
+    check_format(directory, "the directory of a DCP checkpoint", "dcp")
     data = _contents_of(path)
     expected = _contents_of(directory / DIGEST).strip() if (directory / DIGEST).exists() else None
     digest = hashlib.sha256(data).hexdigest()

@@ -91,22 +91,23 @@ def path_of(path: Any, what: str) -> Path:
     return Path(path)
 
 
-# By file, the function that loads a checkpoint with such a file.
-_LOADERS = dict.fromkeys(("CURRENT", "manifest.json"), "hwfsdp.checkpoint.load")
-_LOADERS |= {".metadata": "hwfsdp.checkpoint.dcp.load", "PART_000.pt": "hwfsdp.checkpoint.parts.load"}
+# By file, the format of a directory with such a file, and by format, the function that loads it.
+_SIGNS = {"CURRENT": "store", "manifest.json": "store", ".metadata": "dcp", "PART_000.pt": "part"}
+_LOADERS = {"store": "load", "dcp": "dcp.load", "part": "parts.load"}
 
 
-def check_format(path: Path, expected: str, *files: str) -> None:
-    """Raise `UsageError` if no directory is at the path, or a checkpoint of another format.
+def signs_in(path: Path) -> dict[str, str]:
+    """Return the format of each file in a directory that tells formats apart."""
+    return {name: kind for name, kind in _SIGNS.items() if os.path.lexists(path / name)}
 
-    Args:
-        files: which of the files that tell formats apart belong to the expected format.
-    """
+
+def check_format(path: Path, expected: str, kind: str) -> None:
+    """Raise `UsageError` if no directory is at the path, or a checkpoint that is not of this format."""
     if not path.is_dir():
         refuse(path, expected, "a file" if path.exists() else "nothing", "Check the path.")
-    there = [name for name in _LOADERS if os.path.lexists(path / name)]
-    if there and not {*files}.intersection(there):
-        refuse(path, expected, f"one with the file {there[0]}", f"Load it with {_LOADERS[there[0]]}.")
+    for name, other in signs_in(path).items() if kind not in signs_in(path).values() else ():
+        got, remedy = f"one with the file {name}", f"Load it with hwfsdp.checkpoint.{_LOADERS[other]}."
+        refuse(path, expected, got, remedy)
 
 
 # --- Disks -------------------------------------------------------------------------------------------------

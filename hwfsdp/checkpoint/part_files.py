@@ -132,7 +132,7 @@ def read(directory: Path, nthreads: int, options: Mapping[str, Any]) -> Parts:
     if before and not directory.is_dir():
         remedy = f"Rename {target.parent / before[0]}, which it was before."
         raise damaged(directory, expected, "none", remedy=remedy)
-    check_format(directory, expected, part_name(0))
+    check_format(directory, expected, "part")
     numbers = {name: int(match[1]) for name in os.listdir(directory) if (match := PART.fullmatch(name))}
     ranks = sorted(rank for name, rank in numbers.items() if name == part_name(rank))
     _check_present(directory, ranks, 1, "at least one part")

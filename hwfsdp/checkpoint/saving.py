@@ -123,14 +123,14 @@ def async_save(
     Raises:
         The error of the previous asynchronous save, if no call of `wait` has raised it. UsageError: this process is not in the group.
     """
+    global _last
     # This comes first, because it counts the calls on each rank. A call that fails on one rank must count, too.
     agreement = Agreement(process_group, "save")
-    if queue.last is not None:
-        queue.last.failed()  # waits outside the step, whose time is limited
+    if _last is not None:
+        _last.failed()  # waits outside the step, whose time is limited: memory has room for one copy
     agreement.step("ending the save before", finish_saves)
-    given = _given(state_dict, path, overwrite, keep, copy=queue.stager.stage)
-    queue.last = SaveHandle(agreement, *given)
-    return queue.last
+    _last = SaveHandle(agreement, *_given(state_dict, path, overwrite, keep, copied=_stager.stage))
+    return _last
 
 
 def _given(
@@ -140,12 +140,13 @@ def _given(
     keep: int | None,
     *,
     before: Callable[[], None] = lambda: None,
-    copy: Callable[[Any], Any] = lambda given: given,
+    copied: Callable[[Any], Any] = lambda state_dict: state_dict,
 ) -> tuple[Any, Target]:
-    """Return the state dict, copied, and the target. If anything fails, return the exception in place of the state dict: all ranks raise it."""
+    """Return the state dict and the target. If anything fails, return the exception in place of the state dict: all ranks raise it."""
     try:
         before()
-        return copy(state_dict_of(state_dict)), Target(path_of(path, "save").absolute(), overwrite, keep)
+        target = Target(path_of(path, "save").absolute(), overwrite, keep)
+        return copied(state_dict_of(state_dict)), target
     except Exception as error:
         return error, Target(Path())
 
@@ -164,10 +165,6 @@ class Target:
     def check(self) -> None:
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
             refuse("save", "keep=1 or more", f"keep={self.keep!r}", "Leave it out for one.")
-        for sign in (".metadata", "PART_000.pt"):
-            if os.path.lexists(self.path / sign):
-                got = f"one of another format, which has {sign}"
-                refuse(self.path, "a checkpoint of the store, or none", got, "Choose another path.")
         commit.check_target(self.path, self.overwrite or self.keep is not None)
 
 
@@ -526,25 +523,14 @@ class SaveHandle:
         return self._saved.exception() is not None and not (unheard and self._heard)
 
 
-@dataclass
-class SaveQueue:
-    """The saves of this process, one under way at a time.
-
-    Attributes:
-        stager: makes all copies, because it owns the memory for them. last: the save that was started last, if there was one;
-            it may have ended long ago.
-    """
-
-    stager: StateDictStager = field(default_factory=StateDictStager)
-    last: SaveHandle | None = None
-
-
-queue = SaveQueue()
+_stager = StateDictStager()  # makes all copies of this process, because it owns the memory for them
+_last: SaveHandle | None = None  # the save that this process has started last; it may have ended long ago
 
 
 def _forget_saves() -> None:
     """Forget the saves of the parent, whose threads a forked child does not have. It would wait for them forever."""
-    queue.stager, queue.last = StateDictStager(), None
+    global _stager, _last
+    _stager, _last = StateDictStager(), None
 
 
 os.register_at_fork(after_in_child=_forget_saves)
@@ -556,8 +542,8 @@ def finish_saves() -> None:
     Raises:
         The error of this save, if no call of `wait` has raised it.
     """
-    if queue.last is not None and queue.last.failed(unheard=True):
-        queue.last.wait()
+    if _last is not None and _last.failed(unheard=True):
+        _last.wait()
 
 
 def _report_at_exit() -> None:
