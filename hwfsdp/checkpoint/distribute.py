@@ -23,7 +23,6 @@ import copy
 import pickle
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from itertools import chain
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -35,24 +34,14 @@ from hwfsdp.checkpoint.agreement import Agreement
 from hwfsdp.checkpoint.boxes import bytes_of, check_data, check_no_sum, identity_of, is_expanded, part_of
 from hwfsdp.checkpoint.boxes import refuse_sharded_tensor
 from hwfsdp.checkpoint.error_messages import KeyPath, refuse, show, told
+from hwfsdp.checkpoint.manifest import TensorEntry
 from hwfsdp.checkpoint.state_dict import to_cpu
 from hwfsdp.checkpoint.traverse import items_of, leaves_of, map_leaves
 from hwfsdp.compat import device_types, dtensor, is_sharded_tensor
 from hwfsdp.errors import StateError
 from hwfsdp.layout.extents import shard_of
 
-Plan = dict[KeyPath, Any]  # by path: a TensorInfo, an EmptyContainer, or the value itself
-
-
-class TensorInfo(NamedTuple):
-    """A tensor that is going to be sent."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+Plan = dict[KeyPath, Any]  # by path: a TensorEntry, an EmptyContainer, or the value itself
 
 
 class EmptyContainer(NamedTuple):
@@ -108,7 +97,7 @@ def broadcast_state_dict(
     agreement.step("comparing", compare, lambda ties: check_ties(plan, source, chain(*ties)))
     device = torch.device(device)
     # The source sends its tensors from where they are, or from a copy of one at a time.
-    sizes = [0 if is_source else info.nbytes for info in plan.values() if isinstance(info, TensorInfo)]
+    sizes = [0 if is_source else info.nbytes for info in plan.values() if isinstance(info, TensorEntry)]
     buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=_way(pg, device))
 
     def receive(path: KeyPath) -> Tensor:
@@ -162,7 +151,7 @@ def _plan_of(full_state_dict: dict[Any, Any]) -> Plan:
             got = type(value).__name__ if isinstance(value, DTensor) else str(value.layout)
             remedy = "Call gather_state_dict for DTensors, and to_dense for sparse tensors."
             refuse(path, "a whole, dense tensor in the full state dict", got, remedy)
-        plan[path] = TensorInfo(tuple(value.shape), value.dtype)
+        plan[path] = TensorEntry(path, value.dtype, tuple(value.shape))
     return plan
 
 
@@ -219,7 +208,7 @@ def check_entry(path: KeyPath, coming: Any, place: Any, allow_cast: bool) -> Non
         if items_of(place) is None:
             refuse(path, f"{type(place).__name__}, as this rank has", f"an empty {coming.type_name}")
         return
-    if not isinstance(coming, TensorInfo):
+    if not isinstance(coming, TensorEntry):
         if isinstance(place, Tensor) and coming is not None:
             refuse(path, f"a tensor of shape {tuple(place.shape)}", type(coming).__name__)
         return
@@ -246,7 +235,7 @@ def ties_in(plan: Plan, local_state_dict: dict[Any, Any]) -> list[list[int]]:
     first: dict[Any, int] = {}
     ties = []
     for number, (path, coming) in enumerate(plan.items()):
-        if isinstance(coming, TensorInfo) and isinstance(place := places.get(path), Tensor):
+        if isinstance(coming, TensorEntry) and isinstance(place := places.get(path), Tensor):
             has_memory = not place.is_meta and part_of(place).numel()
             other = first.setdefault(identity_of(place) if has_memory else id(place), number)
             ties += [[other, number]] if other != number else []
@@ -274,7 +263,7 @@ def _way(pg: dist.ProcessGroup | None, device: torch.device) -> torch.device:
 
 
 def _broadcast(
-    tensor: Tensor | None, info: TensorInfo, buffer: Tensor, pg: dist.ProcessGroup | None
+    tensor: Tensor | None, info: TensorEntry, buffer: Tensor, pg: dist.ProcessGroup | None
 ) -> Tensor:
     """Return the tensor of rank 0, on every rank. Other ranks get it in the buffer, which the next call overwrites.
 
@@ -298,7 +287,7 @@ def _fill(
     written: dict[int, Tensor] = {}  # by the id of the old tensor, so that tied tensors stay tied
     filled: dict[KeyPath, Any] = {}
     for path, coming in plan.items():
-        if isinstance(coming, TensorInfo):
+        if isinstance(coming, TensorEntry):
             whole = receive(path)
             if path in places and (place := places[path]) is None:
                 if not coming.shape:
