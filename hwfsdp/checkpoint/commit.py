@@ -1,7 +1,7 @@
 """Files and directories of checkpoints: written, brought to the disk, put in place in one step, and read with checks.
 
-Every format writes in the same three moves: write under another name (`write_file`), bring it to the disk (fsync), and give it its
-name with one rename. Until the rename, what was there before is not changed.
+Nothing that is written counts before one rename: of `CURRENT`, of a directory, or of a file. Everything is on the disk by then (fsync).
+Until the rename, what was there before is not changed.
 
     path/CURRENT                    our store: which save is loaded, and the hash of its manifest
     path/000002-5e0c9f1a/           one save: a number that grows, and eight random hexadecimal digits

@@ -250,7 +250,7 @@ def read_and_fill(agreement: Agreement, plan: LoadPlan) -> None:
 
 
 class Source:
-    """The files of a checkpoint of any format, as a load sees them: `Blocks` for the store, `dcp.Blobs`, `part_files.Parts`.
+    """The files of a checkpoint of any format, as a load sees them: `Blocks`, `dcp.Blobs`, `part_files.Parts`, `convert.Safetensors`.
 
     Attributes:
         manifest: the list of the contents. compare: the beginning of the remedy if keys differ.

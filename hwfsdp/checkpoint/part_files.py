@@ -83,28 +83,28 @@ def bytes_in(tree: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def divide(
+def shares_of(
     tree: Mapping[Any, list[dict[Any, Any]]], buffers: Collection[KeyPath], world_size: int, large_bytes: int
 ) -> dict[KeyPath, Share]:
     """Divide the entries of models, and the states of the parameters of optimizers. Rank 0 gets the buffers, whatever their size."""
-    whole: dict[KeyPath, Any] = {}
+    entire: dict[KeyPath, Any] = {}
     cut: dict[KeyPath, Tensor] = {}
     for i, state_dict in enumerate(tree["model"]):
         for name, value in state_dict.items():
             path: KeyPath = ("model", i, name)
             is_cut = path not in buffers and _is_large(value, large_bytes)
-            (cut if is_cut else whole)[path] = value
+            (cut if is_cut else entire)[path] = value
     for i, state_dict in enumerate(tree["optimizer"]):
         for index, state in state_dict["state"].items():
             path = ("optimizer", i, "state", index)
             items = state.items() if isinstance(state, Mapping) else ()
             large = {key: value for key, value in items if _is_large(value, large_bytes)}
             cut |= {(*path, key): value for key, value in large.items()}
-            whole[path] = {key: value for key, value in items if key not in large} if large else state
-    sizes = {path: bytes_in(value) for path, value in whole.items()}
+            entire[path] = {key: value for key, value in items if key not in large} if large else state
+    sizes = {path: bytes_in(value) for path, value in entire.items()}
     first = {path: sizes.pop(path) for path in buffers if path in sizes}
     holders = dict.fromkeys(first, 0) | deal(sizes, [sum(first.values()), *[0] * (world_size - 1)])
-    shares = {path: Share(value, holders[path]) for path, value in whole.items()}
+    shares = {path: Share(value, holders[path]) for path, value in entire.items()}
     return shares | {path: Share(value, None) for path, value in cut.items()}
 
 

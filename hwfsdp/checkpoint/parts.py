@@ -5,9 +5,9 @@
     load_into("ckpt", model, optimizer)                    # on every rank: into shards
 
 Other programs write and read this format, too. Sharded models are written as whole tensors, so that any reader can load them. For
-this, DTensors are gathered one at a time. A rank needs memory for its part and for one more tensor. `load_into` maps the files into
-memory, and copies only what this rank has (see `loading`). `part_files` says what is in a part, which rank writes what, and reads
-parts.
+this, DTensors are gathered one at a time. A rank needs memory for its part and for one more tensor. In `load_into`, every rank reads and
+checks every part. It maps the files into memory, and copies only what this rank has (see `loading`). `part_files` says what is in a part,
+which rank writes what, and reads parts.
 
 Note [One save or the other]
     The directory is replaced as a whole (`commit.replaced`). So no old part can be left in it, and it may hold nothing but parts. A
@@ -49,8 +49,8 @@ from hwfsdp.checkpoint.loading import LoadPlan, load_from
 from hwfsdp.checkpoint.manifest import TensorEntry
 from hwfsdp.checkpoint.meta import NewMemory
 from hwfsdp.checkpoint.part_files import COUNT_KEY, ID_KEY, PART, RESERVED, VERSION, VERSION_KEY, Cut, Parts
-from hwfsdp.checkpoint.part_files import Share, bytes_in, divide, packed_tree, part_name, read
-from hwfsdp.checkpoint.state_dict import describe, whole_of
+from hwfsdp.checkpoint.part_files import Share, bytes_in, packed_tree, part_name, read, shares_of
+from hwfsdp.checkpoint.state_dict import layout_text, whole_of
 from hwfsdp.checkpoint.traverse import PerRank, brief, items_of, leaves_of, nodes_of
 from hwfsdp.compat import local_of, wrap_like
 from hwfsdp.core.sharding import chunk_extent
@@ -227,8 +227,8 @@ class _Save:
             self.tree[what] = [state_of(each, f"{what}[{i}]") for i, each in enumerate(given)]
         self._check_entries()
         buffers = {("model", i, name) for i, module in enumerate(modules) for name in buffers_of(module)}
-        self.entries = divide(self.tree, buffers, len(self.ranks), LARGE_BYTES)
-        listing = [(show(path), describe(value)) for path, value in leaves_of(self.tree)]
+        self.entries = shares_of(self.tree, buffers, len(self.ranks), LARGE_BYTES)
+        listing = [(show(path), layout_text(value)) for path, value in leaves_of(self.tree)]
         holders = {path: entry.holder for path, entry in self.entries.items()}
         return [*listing, ("who writes which entry", hashlib.sha256(repr(holders).encode()).hexdigest())]
 

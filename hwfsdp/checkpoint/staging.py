@@ -158,7 +158,7 @@ class StateDictStager:
             for block, buffer in zip(blocks, self._lend(source, [block.nbytes for block in blocks])):
                 copies.append(_copy_of(block, buffer, source, tensors[views[block.views[0]][0]]))
                 for view in block.views:
-                    offset, stride = place_of(view, block)
+                    offset, stride = staged_place(view, block)
                     for key in views[view]:
                         staged[key] = _over(buffer, view.dtype, offset, view.shape, stride)
         return staged, copies
@@ -285,7 +285,7 @@ def _copy_of(block: Block, buffer: Storage, source: Storage, tensor: Tensor) -> 
         target = _over(buffer, torch.uint8, 0, shape, step)
         return _Copy(target, _over(source, torch.uint8, block.begin, shape, step), waits=False)
     view = block.views[0]
-    _, stride = place_of(view, block)
+    _, stride = staged_place(view, block)
     # Use the order of the target's memory. Otherwise copies from a device go through a temporary on the CPU.
     order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
     shape, step = [view.stored[dim] for dim in order], [stride[dim] for dim in order]
@@ -447,7 +447,7 @@ def overlaps_itself(view: View) -> bool:
     return False
 
 
-def place_of(view: View, block: Block) -> tuple[int, tuple[int, ...]]:
+def staged_place(view: View, block: Block) -> tuple[int, tuple[int, ...]]:
     """Return offset and stride of a view in the staged storage, in elements."""
     if not block.closed_up:
         return (view.begin - block.begin) // view.dtype.itemsize, view.stride

@@ -358,16 +358,20 @@ def _check_pair(path: KeyPath, value: Any, other: Any, allow_cast: bool = False)
 
 def _check_alike(path: KeyPath, value: Any, other: Any, allow_cast: bool = False) -> None:
     """Raise an error for the differences that `_check_pair` names. None is a leaf without a tensor, like any other."""
-    mine, theirs = describe(value, with_dtype=not allow_cast), describe(other, with_dtype=not allow_cast)
+    mine, theirs = layout_text(value, with_dtype=not allow_cast), layout_text(
+        other, with_dtype=not allow_cast
+    )
     other_mesh = isinstance(value, DTensor) and value.device_mesh != getattr(other, "device_mesh", None)
     if mine != theirs or other is ABSENT or other_mesh:
         got = theirs if mine != theirs else "one on another device mesh"
         remedy = "Make the second state dict from the first one, for example with create_cpu_state_dict"
-        remedy += ", or pass allow_cast=True." if describe(value, False) == describe(other, False) else "."
+        remedy += (
+            ", or pass allow_cast=True." if layout_text(value, False) == layout_text(other, False) else "."
+        )
         refuse(path, mine, got, remedy, CompanionMismatch)
 
 
-def describe(leaf: Any, with_dtype: bool = True) -> str:
+def layout_text(leaf: Any, with_dtype: bool = True) -> str:
     """Describe everything that must match before values are copied unchanged. Without the dtype: before values are cast."""
     if not isinstance(leaf, Tensor):
         return "no tensor" if items_of(leaf) is None else f"a {type(leaf).__name__}"
