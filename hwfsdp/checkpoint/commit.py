@@ -284,15 +284,6 @@ def read_manifest(current: Current) -> Manifest:
     return manifest
 
 
-def find_complete(path: Path) -> tuple[Path, Manifest]:
-    """Find the save that counts, and check that it has the files of its manifest. Return its directory and its manifest.
-
-    Raises:
-        UsageError, CheckpointError: as `find_current` and `read_manifest`. CheckpointError: a file is missing.
-    """
-    return unless_replaced(path, read_complete)
-
-
 def read_complete(current: Current) -> tuple[Path, Manifest]:
     """Return the directory of a save and its manifest. Raise an error if a file is missing."""
     folder, manifest = current.folder, read_manifest(current)
@@ -458,19 +449,26 @@ def replaced(target: Path, agreement: Agreement, check: Callable[[], None]) -> I
     def begin(_: list[Any]) -> list[str]:
         save_id = secrets.token_hex(16)
         check()
-        name_beside(target, save_id).mkdir(parents=True)
-        held.enter_context(locked(name_beside(target, save_id)))
+        held.enter_context(made_beside(target, save_id))
         return [save_id] * agreement.size
 
     with ExitStack() as held:
         save_id = agreement.step("beginning", lambda: None, begin)
         draft = name_beside(target, save_id)
-        try:
-            yield draft, save_id
-            agreement.step("publishing", lambda: None, lambda _: put_in_place(draft, target))
-        finally:
-            if agreement.rank == 0:
-                shutil.rmtree(draft, ignore_errors=True)
+        yield draft, save_id
+        agreement.step("publishing", lambda: None, lambda _: put_in_place(draft, target))
+
+
+@contextmanager
+def made_beside(target: Path, save_id: str) -> Iterator[Path]:
+    """Provide a directory beside `target`, until the context ends. If the process is killed, `sweep_beside` removes it."""
+    draft = name_beside(target, save_id)
+    draft.mkdir(parents=True)
+    try:
+        with locked(draft):
+            yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def check_replaceable(target: Path, names: re.Pattern[str], what: str, overwrite: bool = True) -> None:

@@ -30,9 +30,8 @@ import mmap
 import os
 import re
 import secrets
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -121,7 +120,7 @@ def convert(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         commit.sweep_beside(target)
-        with _scratch_beside(target) as scratch:
+        with commit.made_beside(target, secrets.token_hex(16)) as scratch:
             state = _under(key, _READERS[known](source, scratch))
             _WRITERS[to](state, target, overwrite)
             tensors = {id(v): v for _, v in leaves_of(state) if isinstance(v, Tensor)}
@@ -144,18 +143,6 @@ def _under(key: str | Sequence[str | int] | None, state: dict[Any, Any]) -> dict
             refuse(path[:n], f"a dict of the source, such as {dicts}", "none", "Choose one of them as key=.")
         found = found[step]
     return found  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _scratch_beside(target: Path) -> Iterator[Path]:
-    """Provide a directory beside `target` for the files of one process. If the process is killed, `commit.sweep_beside` removes it."""
-    scratch = commit.name_beside(target, secrets.token_hex(16))
-    scratch.mkdir()
-    try:
-        with commit.locked(scratch):
-            yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 _ZEROS = bytes(1 << 20)
@@ -372,7 +359,7 @@ def _commit_safetensors(tensors: dict[str, Tensor], target: Path, metadata: dict
         import safetensors
         from safetensors.torch import save_file
     try:
-        with _scratch_beside(target) as scratch:
+        with commit.made_beside(target, secrets.token_hex(16)) as scratch:
             draft = scratch / target.name
             save_file(tensors, draft, metadata)
             with draft.open("rb+") as file:

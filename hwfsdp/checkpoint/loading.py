@@ -137,7 +137,7 @@ def _find(agreement: Agreement, path: str | os.PathLike[str]) -> commit.Current:
     places: list[Path] = []
 
     def choose(_: list[Any]) -> list[Any]:
-        folder, manifest = commit.find_complete(places[0])
+        folder, manifest = commit.unless_replaced(places[0], commit.read_complete)
         return [[str(folder.relative_to(places[0])), manifest.digest]] * agreement.size
 
     # a wrong path on one rank is an error on all ranks
