@@ -326,9 +326,9 @@ def _plan_of(
     plan = LoadPlan(source, state_dict, leaves, fresh=target.paths)
     plan.missing = [show(path) for path in every if path in skipped]
     known = {path[:n] for path in (*every, *manifest.entries, *containers) for n in range(len(path))}
-    saved = [*manifest.entries, *(containers - known - every.keys() - {()})]
+    saved = [*manifest.entries, *(p for p in containers if p and not (p in known or p in every))]
     others |= skipped
-    plan.saved = [path for path in saved if path not in others and not is_within(path, others)]
+    plan.saved = [path for path in saved if not (path in others or is_within(path, others))]
     return plan
 
 
