@@ -12,11 +12,11 @@ Modules, in reading order:
     error_messages  errors, and the names of their subjects
     traverse        the walks: leaves at paths in containers that keep their types; objects of any class
     boxes           which part of which tensor, and questions about one tensor
+    manifest        the list of a save's contents, and their places
     state_dict      gather, offload, copy and compare state dicts
     agreement       steps that succeed on all ranks, or on none
     distribute      whole tensors into shards, on every rank or from one
     staging         copies to save from, while training goes on
-    manifest        the list of a save's contents, and their places
     commit          files: written, brought to the disk, put in place in one step, read with checks and without running code
     meta            memory for targets on the meta device, and the state that an optimizer will have
     saving          save and async_save: describe, plan, write, commit

@@ -70,7 +70,6 @@ from hwfsdp.errors import CheckpointError, StateError, UsageError
 # a range of bytes of a file: the byte at which it begins, and the function that returns its data
 Extent = tuple[int, Callable[[], memoryview]]
 _WRITE_BYTES = 8 * BLOCK_BYTES  # per call; between two calls, `check` may stop the writing
-_READ_BYTES = 1 << 18  # of an archive at once: so many stay in the cache of a CPU
 
 
 def checksums_of(data: memoryview, block_bytes: int = BLOCK_BYTES) -> list[int]:
@@ -325,10 +324,9 @@ def check_target(path: Path, overwrite: bool) -> None:
     if not path.is_dir():
         got = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
         refuse(path, "a directory, or nothing", got, "Choose another path.")
-    for sign, kind in signs_in(path).items():
-        if kind != "store":
-            got = f"one of another format, which has {sign}"
-            refuse(path, "a checkpoint of the store, or none", got, "Choose another path.")
+    for sign in [sign for sign, kind in signs_in(path).items() if kind != "store"]:
+        got = f"one of another format, which has {sign}"
+        refuse(path, "a checkpoint of the store, or none", got, "Choose another path.")
     if overwrite:
         return
     saves = find_saves(path)
@@ -590,7 +588,7 @@ def _crc_of(file: IO[bytes], record: zipfile.ZipInfo) -> int:
         raise zipfile.BadZipFile(f"no header of {record.filename}")
     file.seek(sum(lengths), os.SEEK_CUR)
     crc, left = 0, record.file_size
-    while data := file.read(min(left, _READ_BYTES)):
+    while data := file.read(min(left, BLOCK_BYTES)):
         crc, left = checksum(data, crc), left - len(data)
     return crc
 
