@@ -92,6 +92,7 @@ def launch(  # type: ignore[misc]  # `fn` may have a parameter `timeout` or `dev
     Args:
         fn: it runs in an initialized process group (`torch.distributed.get_rank()` …). The function, its arguments and its result
             must be picklable. Functions and classes of the caller's own script or notebook are picklable here, and on the ranks.
+            All ranks begin with the caller's seed of torch's random numbers, so models that they build are alike.
         timeout: seconds for the whole call, including collectives. None: no limit for the call, but 300 s for each collective.
         device: "cpu" uses gloo; "cuda" uses NCCL, and rank i runs on GPU i of the machine.
 
@@ -142,6 +143,7 @@ def run_ranks(call: bytes, world_size: int, options: RankOptions) -> list[Any]:
             environ=environ,
             threads=max(1, (os.cpu_count() or 1) // world_size),
             isatty=sys.stdout.isatty(),
+            seed=torch.initial_seed(),
             modules=left_to_import(),
             prepare=None if options.prepare is None else pickling.dumps(options.prepare),
             script=options.script,

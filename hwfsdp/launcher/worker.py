@@ -56,6 +56,7 @@ class Task:
         modules: to import first (`fork_server.left_to_import`).
         prepare: a pickled function. It is called with the folder before anything else.
         script: the caller's `__main__`; None if the rank must not have its names.
+        seed: of torch's random numbers on the CPU.
     """
 
     call: bytes
@@ -66,6 +67,7 @@ class Task:
     environ: dict[str, str]
     threads: int
     isatty: bool
+    seed: int
     modules: tuple[str, ...] = ()
     prepare: bytes | None = None
     script: Script | None = None
@@ -133,6 +135,7 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
     tempfile.tempdir = None  # the server has cached its own folder
     setattr(sys, "stdout", _Relay(send, task.isatty))
     torch.set_num_threads(task.threads)
+    torch.default_generator.manual_seed(task.seed)
     if task.script is not None:
         pickling.become(task.script)
         users_collectives.note_from_now_on()

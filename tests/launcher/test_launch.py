@@ -74,6 +74,14 @@ def test_ranks_are_new_processes_and_see_the_environment_of_the_call_not_that_of
     assert first[1] != second[1]
 
 
+def test_all_ranks_begin_with_the_seed_of_the_caller() -> None:
+    def first_numbers() -> tuple[int, list[float]]:
+        return torch.initial_seed(), torch.rand(3).tolist()
+
+    own = torch.rand(3, generator=torch.Generator().manual_seed(torch.initial_seed())).tolist()
+    assert launch(first_numbers, 2, timeout=60) == [(torch.initial_seed(), own)] * 2
+
+
 def gloo_threads() -> list[int]:
     """Return the number of threads that run the collectives of the default group, and of a group that the rank makes."""
     groups = [dist.group.WORLD, dist.new_group(timeout=timedelta(seconds=77))]
