@@ -103,7 +103,7 @@ from hwfsdp.core.state import state_of
 
 def live():
     layer = fully_shard(nn.Linear(6, 7, bias=False))
-    [param] = state_of(layer).group.params
+    [param] = state_of(layer).groups[0].params
     moments, objects = [], {}
 
     def look(moment):
@@ -218,7 +218,7 @@ def take_one_step():
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.25)
     layer(torch.ones(1, 6)).sum().backward()
     optimizer.step()
-    [param] = state_of(layer).group.params
+    [param] = state_of(layer).groups[0].params
     local = layer.weight.to_local()
     return (
         tuple(local.shape),
