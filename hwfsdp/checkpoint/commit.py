@@ -574,10 +574,8 @@ def _seal(archive: zipfile.ZipFile) -> int:
 
 def _is_plain(record: zipfile.ZipInfo) -> bool:
     stored = record.compress_type == zipfile.ZIP_STORED and record.compress_size == record.file_size
-    plain = (
-        record.external_attr == 0 and not record.flag_bits & ~0x0808
-    )  # sizes follow the data; names are UTF-8
-    return stored and plain
+    # the flags that may be set say that sizes follow the data, and that names are UTF-8
+    return stored and record.external_attr == 0 and not record.flag_bits & ~0x0808
 
 
 def _crc_of(file: IO[bytes], record: zipfile.ZipInfo) -> int:
