@@ -49,8 +49,11 @@ def import_ahead(*modules: str) -> None:
 
 
 def left_to_import() -> tuple[str, ...]:
-    """Return the modules that each rank must import itself, because no server has imported them."""
-    return (_PRELOAD, *_ahead) if start_method() == "spawn" else ()
+    """Return the modules that each rank imports first. Those that its server has imported take no time.
+
+    A script may have started the server itself, without these modules.
+    """
+    return (_PRELOAD, *_ahead) if start_method() == "spawn" else (_PRELOAD,)
 
 
 def start_server(*modules: str) -> None:

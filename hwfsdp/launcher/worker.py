@@ -116,7 +116,7 @@ def run_rank(rank: int, task: Task, connection: Connection) -> None:
     for module in task.modules:
         importlib.import_module(module)
     if task.device == "cpu":
-        interrupt_nobody()  # before there are threads: each takes this over from the thread that makes it
+        interrupt_nobody()  # before it makes threads: each takes this over from the thread that makes it
     gc.freeze()  # a collection would write to the objects of the server, and so copy their memory
     gc.enable()
     if task.prepare is not None:
@@ -158,7 +158,8 @@ def interrupt_nobody() -> None:
     """Let the threads of this process wait for a processor when they wake (Note [Nobody interrupts a sender])."""
     if sys.platform == "linux":
         with suppress(OSError):  # some containers do not allow it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            for thread in os.listdir("/proc/self/task"):  # libraries may have made some
+                os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
 
 
 def finish_saves() -> None:

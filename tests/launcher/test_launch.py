@@ -82,6 +82,32 @@ def test_all_ranks_begin_with_the_seed_of_the_caller() -> None:
     assert launch(first_numbers, 2, timeout=60) == [(torch.initial_seed(), own)] * 2
 
 
+FOREIGN_SERVER = """
+    import multiprocessing, sys
+    from hwfsdp import launch
+
+    def child():
+        pass
+
+    def is_preloaded():
+        return "hwfsdp.launcher.preload" in sys.modules
+
+    if __name__ == "__main__":
+        process = multiprocessing.get_context("forkserver").Process(target=child)
+        process.start()
+        process.join()
+        print(launch(is_preloaded, 2, timeout=100))
+"""
+
+
+def test_ranks_import_what_they_need_if_the_script_has_started_the_server_itself(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(FOREIGN_SERVER))
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "[True, True]\n", done.stderr
+
+
 def gloo_threads() -> list[int]:
     """Return the number of threads that run the collectives of the default group, and of a group that the rank makes."""
     groups = [dist.group.WORLD, dist.new_group(timeout=timedelta(seconds=77))]
