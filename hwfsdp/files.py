@@ -7,6 +7,7 @@ under another name beside it, and then gets its name in one step. Checkpoints al
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,8 @@ from pathlib import Path
 def whole_file(path: str | Path) -> Iterator[Path]:
     """Provide a name beside `path` to write to. At the end of the context, the file gets the name `path`. After an error, it is removed.
 
-    What is no file, such as `/dev/stdout` or a pipe, is written to directly. An OSError in the context names `path`.
+    The new file has the permissions of the old one, so grades that only their owner may read stay so. What is no file, such as
+    `/dev/stdout` or a pipe, is written to directly. An OSError in the context names `path`.
     """
     if Path(path).exists() and not Path(path).is_file():
         yield Path(path)
@@ -25,6 +27,8 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield draft
+        if target.exists():
+            shutil.copymode(target, draft)
         draft.replace(target)
     except OSError as error:
         error.filename = str(path)

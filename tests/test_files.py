@@ -57,6 +57,12 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(name, tmp_path, f
     assert path.read_text() == "old" and os.listdir(tmp_path) == [name]
 
 
+def test_a_file_keeps_its_permissions(tmp_path) -> None:
+    (tmp_path / "grades.csv").write_text("old")
+    (tmp_path / "grades.csv").chmod(0o600)
+    assert write_whole(tmp_path / "grades.csv", "new").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_link_stays_a_link_and_a_device_a_device(tmp_path) -> None:
     (tmp_path / "link.json").symlink_to("file.json")
     write_whole(tmp_path / "link.json", "new")

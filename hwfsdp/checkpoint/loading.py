@@ -156,8 +156,8 @@ class LoadPlan:
 
     Attributes:
         source: the files; its manifest lists the entries by the paths of the state dict.
-        state_dict: the state dict to fill. leaves: its entries; after `compare_keys`, those that the manifest has, too.
-        saved: the paths that the state dict should have, if they are not those of all entries in the manifest.
+        state_dict: the state dict to fill. leaves: its entries. `compare_keys` removes those that the manifest does not have.
+        saved: the paths that the state dict should have. None: those of all entries in the manifest.
         name_of: returns the name of an entry in messages. fresh: paths of targets that hold no values yet: they were on the meta device.
         missing, unexpected: names of the entries that only the state dict has, and that only the checkpoint has. `compare_keys` adds most.
         has_common: False if the keys have nothing in common, although they must have. `compare_keys` sets it.

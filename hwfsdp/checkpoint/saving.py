@@ -469,7 +469,7 @@ def deal(
 def writers_of(
     holders: Mapping[Boxed, list[int]], itemsizes: Mapping[KeyPath, int], world_size: int
 ) -> dict[Boxed, int]:
-    """Choose the rank that writes each box, among those that have it. Large boxes are divided among them."""
+    """For each box, choose one of the ranks that have it. This rank writes the box. A large box is first cut, and each part gets a rank."""
     candidates: dict[Boxed, list[int]] = {}
     sizes: dict[Boxed, int] = {}
     for (path, box), ranks in holders.items():

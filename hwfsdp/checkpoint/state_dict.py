@@ -358,16 +358,13 @@ def _check_pair(path: KeyPath, value: Any, other: Any, allow_cast: bool = False)
 
 def _check_alike(path: KeyPath, value: Any, other: Any, allow_cast: bool = False) -> None:
     """Raise an error for the differences that `_check_pair` names. None is a leaf without a tensor, like any other."""
-    mine, theirs = layout_text(value, with_dtype=not allow_cast), layout_text(
-        other, with_dtype=not allow_cast
-    )
+    mine, theirs = (layout_text(each, with_dtype=not allow_cast) for each in (value, other))
     other_mesh = isinstance(value, DTensor) and value.device_mesh != getattr(other, "device_mesh", None)
     if mine != theirs or other is ABSENT or other_mesh:
         got = theirs if mine != theirs else "one on another device mesh"
         remedy = "Make the second state dict from the first one, for example with create_cpu_state_dict"
-        remedy += (
-            ", or pass allow_cast=True." if layout_text(value, False) == layout_text(other, False) else "."
-        )
+        is_cast = layout_text(value, False) == layout_text(other, False)
+        remedy += ", or pass allow_cast=True." if is_cast else "."
         refuse(path, mine, got, remedy, CompanionMismatch)
 
 

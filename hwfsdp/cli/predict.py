@@ -95,11 +95,12 @@ def _once(args: argparse.Namespace, gpus: int) -> run.Simulation:
 
 
 def _misfit(found: run.Simulation) -> str:
-    """Say how much memory is missing."""
+    """Say how much memory is missing, and what needs less."""
     peak, usable = found.peak_allocated_gib, found.memory_gib
     needs, has, over = (format_bytes(round(gib * GIB)) for gib in (peak, usable, peak - usable))
     where = f"{found.target} on {found.gpus} × {found.device.name}"
-    return f"{where} needs {needs} of each GPU's {has}, {over} too many"
+    remedy = "More GPUs, smaller batches or activation checkpointing need less."
+    return f"{where} needs {needs} of each GPU's {has}, {over} too many. {remedy}"
 
 
 def _check_sweep(args: argparse.Namespace) -> None:

@@ -109,8 +109,8 @@ def fully_shard(
         mesh: 1D, or 2D with names: replicated over the first axis, sharded over the second. By default all ranks, on the
             accelerator if there is one. Parameters may be DTensors on other axes of the same mesh.
         reshard_after_forward: True frees the whole parameters after forward and gathers them again in backward; False keeps
-            them. None: the root keeps them if a backward can follow; all others free them. A number of ranks, which must divide the number of shards, keeps
-            them sharded over this many ranks after forward.
+            them. None: the root keeps them if a backward can follow; all others free them. A number of ranks, which must divide the
+            number of shards, keeps them sharded over this many ranks after forward.
         shard_placement_fn: returns the `Shard` of a parameter, or None for `Shard(0)`. The size of a dimension other than 0 must
             be a multiple of the number of shards. Or it returns a `ShardPlacementResult`, which also names a mesh for the
             parameter. Then the parameters of each mesh become a group: they are gathered and averaged over this mesh.

@@ -440,7 +440,8 @@ class UnshardHandle:
         """Wait until the module has its whole parameters. A second call does nothing."""
         state, self._state = self._state, None
         if state:
-            state.gather([])
+            for group in each(state.groups):
+                group.wait_for_gather()
             state.copy_out()
 
 

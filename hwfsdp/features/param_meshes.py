@@ -183,26 +183,29 @@ def suffixes_of(meshes: Sequence[HybridMesh], mesh: HybridMesh) -> list[str]:
 
 
 class MeshesState(FeatureState):
-    """A state whose module, or the one before it, may have several groups."""
+    """A state whose module may have several groups."""
 
     def note_backward_and_predict(self) -> list[core.ParamGroup]:
-        """Return the last group of the module before; all its groups, the last one first, if this module has several groups."""
-        places = self.groups[0].post_forward_indices[-1:] if len(self.groups) > 1 else []
-        found = super().note_backward_and_predict()
+        """Return the last group of the module before. If this module has several groups, return all groups of the other, the last first."""
         if len(self.groups) < 2:
-            return found
+            return super().note_backward_and_predict()
+        places = self.groups[0].post_forward_indices
+        place = places[-1] if places else 0  # read here, because the core takes it away
+        super().note_backward_and_predict()
         order: Any = self.comm_ctx.post_forward_order
-        before = reversed(order[: sum(places)])
-        other: Any = next((group.state for group in before if group.state is not self), None)
+        other: Any = next((group.state for group in reversed(order[:place]) if group.state is not self), None)
         return other.groups[::-1] if other else []
 
     def post_backward(self) -> None:
-        """End the module's backward. Reductions wait for those of other modules, but not for those of the same module."""
+        """End the module's backward. If it has several groups, a reduction waits for those of other modules, and not for the module's own."""
+        if len(self.groups) < 2:
+            super().post_backward()
+            return
         comm_ctx, most = self.comm_ctx, self.comm_ctx.max_reductions
-        if len(self.groups) > 1 and any(group.has_late_gradients for group in self.groups):
+        if any(group.has_late_gradients for group in self.groups):
             with moment("post_backward_rs_wait", self.groups[0]):
                 comm_ctx.wait_for_reductions(leave=most - 1)
-        comm_ctx.max_reductions = most - 1 + max(len(self.groups), 1)
+        comm_ctx.max_reductions = most - 1 + len(self.groups)
         try:
             super().post_backward()
         finally:

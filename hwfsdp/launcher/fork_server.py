@@ -49,7 +49,7 @@ def import_ahead(*modules: str) -> None:
 
 
 def left_to_import() -> tuple[str, ...]:
-    """Return the modules that each rank imports first. Those that its server has imported take no time.
+    """Return the modules that each rank imports first. An import takes no time if the server has made it before.
 
     A script may have started the server itself, without these modules.
     """
@@ -98,7 +98,7 @@ def fork_here(*modules: str) -> None:
         return
     for module in modules:
         importlib.import_module(module)
-    adopt_orphans()  # those of the server, if it is killed
+    adopt_orphans()  # if the server is killed, its ranks are children of this process
     # a socket's path has at most 107 bytes, and this one is short wherever the folder is
     folder = os.open(util.get_temp_dir(), os.O_RDONLY | os.O_DIRECTORY)
     address = f"/proc/self/fd/{folder}/ranks-{os.getpid()}"

@@ -235,6 +235,7 @@ def adapt_gloo() -> None:
     """Let each gloo group that this process makes from now on wait until all its ranks are connected, and use one thread.
 
     A rank that went on at once, and ended, would break connections that other ranks still make.
+
     Torch gives each group two threads. After a collective, its thread stores the name of the collective in a string of the group,
     without a lock. A name of more than 15 characters is on the heap, such as "ALLGATHER_COALESCED", the collective of
     `DTensor.full_tensor`. If both threads store such a name at once, both free the old one, and the process aborts.

@@ -135,6 +135,9 @@ def test_a_step_that_does_not_fit_exits_with_1_and_says_how_much_memory_is_missi
     small_gpu(0.6 * need * GIB)
     said = run("--model", "gpt-tiny", "--device", "small", "--gpus", "2", "--json")
     assert (said.status, said.found["fits"]) == (1, False)
-    assert re.fullmatch(r"hwfsdp: gpt-tiny on 2 × small needs .* of each GPU's .*, .* too many\n", said.err)
+    assert re.fullmatch(
+        r"hwfsdp: gpt-tiny on 2 × small needs .* of each GPU's .*, .* too many\. More .* need less\.\n",
+        said.err,
+    )
     needs, has, over = map(float, re.findall(r"([\d.]+) MiB", said.err))
     assert needs == pytest.approx(need * 1024, abs=0.1) and over == pytest.approx(needs - has, abs=0.2)
