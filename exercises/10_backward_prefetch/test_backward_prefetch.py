@@ -85,7 +85,7 @@ def test_peak(gpu, host, held, measured):
     """
     narrow, step, found = gpu(NARROW), host(WIDE), held(SIX_BLOCKS)
     measured("virtual host", step.figures())
-    timing.held(found, "backward", 4, "unbounded-reductions")
-    timing.held(found, "forward", 2, "unbounded-prefetch")
+    laws.few_alive(found, SIX_BLOCKS, "backward", 4, "unbounded-reductions")
+    laws.few_alive(found, SIX_BLOCKS, "forward", 2, "unbounded-prefetch")
     gathers_hide(step, narrow)
     reductions_hide(step, narrow)

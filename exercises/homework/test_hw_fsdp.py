@@ -127,11 +127,11 @@ def test_memory(ranks, held, seed):
     In a backward there are at most two more: the block's whole gradients, and the buffer of a reduction.
     """
     found, trained = held(DEEP), ranks(3).train(PLAIN, seed)
-    laws.nothing_whole(found, DEEP, "before")
-    laws.nothing_whole(found, DEEP, "between", kind="replaced-not-resized")
-    laws.nothing_whole(found, DEEP, "after")
-    timing.held(found, "forward", 2, "unbounded-prefetch")
-    timing.held(found, "backward", 4, found["why"][0])
+    laws.few_alive(found, DEEP, "before")
+    laws.few_alive(found, DEEP, "between", kind="replaced-not-resized")
+    laws.few_alive(found, DEEP, "after")
+    laws.few_alive(found, DEEP, "forward", 2, "unbounded-prefetch")
+    laws.few_alive(found, DEEP, "backward", 4, found["why"][0])
     travels_once(trained, PLAIN, seed)
 
 
@@ -172,7 +172,7 @@ def test_backward_prefetch(gpu, host, held):
     order_is_right("backward", gpu(NARROW), step)
     timing.exposed(step, "backward", at_most=SHARE * step.gather_us, misconception="not-prefetched")
     if in_flight(step) <= 2:
-        timing.held(found, "backward", 4, "unbounded-prefetch")
+        laws.few_alive(found, DEEP, "backward", 4, "unbounded-prefetch")
 
 
 @pytest.mark.points(
@@ -185,7 +185,7 @@ def test_reduce_overlap(gpu, host, held):
     order_is_right("reduction", gpu(NARROW), step)
     timing.exposed(step, "reduction", at_most=SHARE * step.reduce_us)
     if in_flight(step) > 2:
-        timing.held(found, "backward", 4, "unbounded-reductions")
+        laws.few_alive(found, DEEP, "backward", 4, "unbounded-reductions")
 
 
 # --- Bonuses -----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
     counts, carried, only              which collectives a forward or a backward makes, and how many bytes they move
     computes_with_what_travels         gathered data computes, and reduced gradients reach the optimizer
     dtypes, casts, kept_in             the dtypes of collectives, of inputs and outputs, and of rows
-    few_whole, nothing_whole           bytes that are alive at once
+    few_alive, few_whole               bytes that are alive at once
 
 An oracle without sharding runs here, in the process that compares: it takes the batches of all ranks, one after the other.
 """
@@ -557,61 +557,58 @@ def inputs(found: Facts, scenario: Scenario, expected: Mapping[str, Sequence[str
 
 # --- What is kept ------------------------------------------------------------------------------------------
 
+MOMENTS = {
+    "before": "between two steps",
+    "forward": "in a forward",
+    "between": "between forward and backward",
+    "backward": "in a backward",
+    "after": "after a step",
+}
 
-def few_whole(found: Mapping[str, Any], scenario: Scenario, ahead: int = 1) -> None:
-    """At most one unit is whole, besides the units around it, with its whole gradients in a backward.
 
-    There are `ahead` buffers of gathers, and another one of a reduction. Two gathers are ahead where a file may have guessed wrong.
+def few_alive(
+    found: Mapping[str, Any], scenario: Scenario, moment: str, units: float = 0.0, kind: str = "not-freed"
+) -> None:
+    """At one of `MOMENTS`, at most so many bytes are alive besides rows and activations, in units of the largest unit.
+
+    Between forward and backward, the root may also be whole. A rank keeps its part of the rows.
+
+    Args:
+        found: facts of the fixture `held`. kind: the misconception, if the facts show no other.
     """
-    units = found["units"]
-    around = {
-        name: sum(
-            size for other, size in units.items() if other in (name, "model") or name.startswith(f"{other}.")
-        )
-        for name in units
-    }
-    whole, unit = max(around.values()), max(units.values())
-    for phase, bound, what in (
-        ("forward", whole + ahead * unit, "whole parameters"),
-        ("backward", 2 * whole + (ahead + 1) * unit, "whole parameters, whole gradients"),
-    ):
-        bound += LITTLE * unit
-        if found[phase] > bound:
-            kind, cause = found["why"] if phase == "backward" else ("not-freed", "")
-            if phase == "backward" and kind == "not-freed" and found["grads"] > unit:
-                kind = "grad-not-freed"
-                cause = f"{found['grads']:,} B of gradients are still there after the step."
-            said = (
-                f"{scenario.name}: in a {phase}, {found[phase]:,} B of {what} and buffers are alive at once, "
-                f"{found[phase] / unit:.1f} times the largest unit. {cause}".rstrip() + f" {scenario.about}"
-            )
-            raise Finding(kind, said.rstrip(), f"at most {bound:,.0f} B", f"{found[phase]:,} B")
-
-
-def _shards(found: Mapping[str, Any], scenario: Scenario) -> None:
-    total = sum(found["units"].values())
+    total, unit, got = sum(found["units"].values()), max(found["units"].values()), found[moment]
     if found["rows"] > total / 2:  # of 16 ranks
         said = f"{scenario.name}: on 16 ranks, a rank keeps {found['rows']:,} B of {total:,} B."
         raise Finding("replicated", said, f"{total // 16:,} B", f"{found['rows']:,} B")
+    if moment == "between":
+        units += found["units"].get("model", 0) / unit
+    bound = (units + LITTLE) * unit
+    if got <= bound:
+        return
+    cause = found["why"][1] if moment == "backward" else ""
+    if moment == "forward" and found["before"] > LITTLE * unit:
+        kind, cause = "not-freed", f"{found['before']:,} B of them were there before the forward."
+    elif moment in ("before", "after") and got - found["grads"] <= bound:
+        kind, cause = "grad-not-freed", f"{found['grads']:,} B of them are whole gradients."
+    said = (
+        f"{scenario.name}: {MOMENTS[moment]}, {got:,} B of whole parameters, whole gradients and buffers are alive at once, "
+        f"{got / unit:.1f} times the largest unit. The bound is {units + LITTLE:.1f} units."
+    )
+    raise Finding(kind, " ".join(filter(None, (said, cause, scenario.about))), round(bound), got)
 
 
-MOMENTS = {"before": "between two steps", "between": "between forward and backward", "after": "after a step"}
+def few_whole(found: Mapping[str, Any], scenario: Scenario, ahead: int = 1) -> None:
+    """At most one unit is whole, besides the units around it, with its whole gradients in a backward; and none between steps.
 
-
-def nothing_whole(
-    found: Mapping[str, Any], scenario: Scenario, *moments: str, kind: str = "not-freed"
-) -> None:
-    """Between steps and after a step no unit is whole, between forward and backward only the root. `moments`: only some of these."""
-    _shards(found, scenario)
-    unit = max(found["units"].values())
-    for moment in moments or MOMENTS:
-        root = found["units"].get("model", 0) if moment == "between" else 0  # it may stay whole
-        bound = LITTLE * unit + root
-        if found[moment] > bound:
-            if moment != "between" and found[moment] - found["grads"] <= bound:
-                kind = "grad-not-freed"
-            said = (
-                f"{scenario.name}: {MOMENTS[moment]}, {found[moment]:,} B are alive besides rows, gradients and activations. "
-                f"This is {found[moment] / unit:.1f} times the largest unit. {scenario.about}"
-            )
-            raise Finding(kind, said.rstrip(), f"at most {bound:,.0f} B", f"{found[moment]:,} B")
+    There are `ahead` buffers of gathers, and another one of a reduction. Two gathers are ahead where a file may have guessed wrong.
+    """
+    for moment in ("before", "between", "after"):
+        few_alive(found, scenario, moment)
+    units = found["units"]
+    around = (
+        sum(size for other, size in units.items() if other in (name, "model") or name.startswith(f"{other}."))
+        for name in units
+    )
+    whole = max(around) / max(units.values())
+    few_alive(found, scenario, "forward", whole + ahead)
+    few_alive(found, scenario, "backward", 2 * whole + ahead + 1, found["why"][0])

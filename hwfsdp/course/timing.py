@@ -36,9 +36,6 @@ from hwfsdp.observe.events import COLLECTIVES, Event
 from hwfsdp.observe.races import Race, find_races
 from hwfsdp.observe.step_times import length, subtract, union
 
-LITTLE = 0.6  # of a unit: small tensors come and go
-
-
 # --- Races -------------------------------------------------------------------------------------------------
 
 
@@ -211,9 +208,6 @@ _NOTHING = {  # part → the misconception if nothing travels, and what does not
 }
 
 
-_MOMENTS = {"forward": "In a forward", "backward": "In a backward", "after": "After a step"}
-
-
 def exposed(step: Step, part: str, at_most: float, misconception: str = "no-overlap") -> None:
     """Check that something travels in a part, and for how many µs it travels while no unit computes."""
     travels, exposed = _travels(step, part), step.exposed_us(part)
@@ -270,27 +264,6 @@ def in_flight(step: Step, at_most: int) -> None:
     if (most := max(step.in_flight(), default=0)) > at_most:
         words = f"{most} reductions are started that compute has not waited for."
         raise Finding("unbounded-reductions", f"{step.name}: {words}", f"at most {at_most}", most)
-
-
-def held(found: dict[str, Any], part: str, units: float, misconception: str) -> None:
-    """Check how many bytes are there at once, besides rows, in units of the largest unit.
-
-    Args:
-        found: facts of the fixture `held`. part: "forward", "backward", or "after": what is left when the step is over.
-    """
-    unit, before = max(found["units"].values()), ""
-    bound = (units + LITTLE) * unit
-    if found[part] <= bound:
-        return
-    if part == "forward" and found["before"] > LITTLE * unit:
-        misconception, before = "not-freed", f" {found['before']:,} B of them were there before the forward."
-    raise Finding(
-        misconception,
-        f"{_MOMENTS[part]}, {found[part]:,} B of whole parameters, whole gradients and buffers are alive at once: "
-        f"{found[part] / unit:.1f} times the largest unit. The bound is {units + LITTLE:g} units.{before}",
-        round(bound),
-        found[part],
-    )
 
 
 def board(step: Step, ways: dict[str, tuple[int, float]]) -> str:
