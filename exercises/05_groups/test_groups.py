@@ -3,9 +3,8 @@
 `ranks(3)` trains a model with your file and records the collectives of the second step: which unit, how many bytes. Your `traffic` is
 called for many sizes, and compared with closed forms.
 
-Is what travels what computes? `ranks(3).scale(model, seed)` runs a step in which all-gathers send twice the rows that your file gave
-them, and reductions three times the gradients. This must be the step of a model with twice the weights. So a gather counts only if the
-model computes with what it brings.
+Is what travels what computes? `gpu(NARROW)` runs two updates on a simulated GPU, where every operator is seen with the memory that it
+reads and writes. A gather counts only if the model computes with what it brings, and a reduction only if the optimizer reads it.
 """
 
 import math
@@ -14,8 +13,9 @@ import random
 import pytest
 from facts_groups import probe_traffic
 
-from hwfsdp.course import laws, scenarios
+from hwfsdp.course import laws, scenarios, timing
 from hwfsdp.course.findings import Finding
+from hwfsdp.course.machines import NARROW
 from hwfsdp.course.scenarios import BREAKING, FROZEN, PLAIN
 from hwfsdp.observe.accounting import GroupSizes, Strategy, strategy_traffic
 
@@ -68,9 +68,9 @@ def test_one(ranks, seed):
 
 
 @pytest.mark.points(1, ask="Which memory does a unit compute with, and which collective wrote there?")
-def test_travels(ranks, seed):
+def test_travels(gpu):
     """What is gathered is what computes, and what is reduced is what the optimizer gets."""
-    laws.computes_with_what_travels(ranks(3).scale(PLAIN, seed), PLAIN, seed)
+    timing.computes_with_what_travels(gpu(NARROW))
 
 
 @pytest.mark.points(3, ask="How often does each byte of a parameter travel in a step with this strategy?")

@@ -34,7 +34,6 @@ from hwfsdp.course.watching import (
     count_of_events,
     is_there,
     ready,
-    watch_wire,
 )
 from hwfsdp.launcher.supervisor import LOST_PEER
 from hwfsdp.observe.eventlog import EventLog
@@ -44,7 +43,6 @@ Shard = Callable[..., Any]  # (module, name, keywords of `Scenario.options`)
 LR = 0.1
 OTHERS = timedelta(seconds=2)  # time for other ranks to raise the same error
 RANKS = 16  # of the simulated machine on which bytes are counted
-GATHERS, REDUCTIONS = 2.0, 3.0  # factors of `probe_scaled`
 
 
 def attempt_together(report: Report, key: str, part: Callable[[], Any]) -> None:
@@ -297,24 +295,6 @@ def set_switches(built: Built, scenario: Scenario, micro: int) -> bool:
         first: Any = built.units[0][1]
         first.set_requires_gradient_sync(False)
     return last
-
-
-def probe_scaled(report: Report, seed: int, scenario: Scenario) -> None:
-    """Run a forward and a backward in which gathers send twice the rows, and reductions three times the gradients.
-
-    If modules compute with the gathered data, this is the step of a model with twice the weights.
-    """
-    ready()
-    attempt_together(report, f"{scenario.name}, scaled", partial(scaled, scenario, seed))
-
-
-def scaled(scenario: Scenario, seed: int) -> dict[str, Any]:
-    model = sharded(scenarios.build(scenario, seed), scenario, students_shard())
-    with watch_wire(allgather=GATHERS, reducescatter=REDUCTIONS):
-        loss = scenarios.loss_of(model, scenarios.batch_of(model, seed, dist.get_rank(), 0))
-        loss.backward()
-    grads = {name: copied(param.grad) for name, param in model.named_parameters()}
-    return {"losses": [[loss.detach().clone()]], "grads": [grads]}
 
 
 def probe_replicate(report: Report, seed: int, scenario: Scenario) -> None:

@@ -4,7 +4,6 @@
     same_numbers, same_losses          losses and gradients equal the unsharded model's; None where there is no gradient
     same_bits                          losses and gradients equal FSDP2's, bit for bit
     counts, carried, only              which collectives a forward or a backward makes, and how many bytes they move
-    computes_with_what_travels         gathered data computes, and reduced gradients reach the optimizer
     dtypes, casts, kept_in             the dtypes of collectives, of inputs and outputs, and of rows
     few_alive, few_whole               bytes that are alive at once
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from hwfsdp.course import scenarios
 from hwfsdp.course.findings import Finding
-from hwfsdp.course.facts import GATHERS, LR, REDUCTIONS, places_of
+from hwfsdp.course.facts import LR, places_of
 from hwfsdp.course.scenarios import Scenario
 
 TIGHT = 3e-4  # of the largest element; rounding in three steps stays below it
@@ -133,13 +132,8 @@ def same_objects(found: Facts, scenario: Scenario) -> None:
 
 
 @lru_cache(maxsize=64)  # more than the tests of all stations need
-def unsharded(
-    scenario: Scenario, seed: int, world_size: int, weights: float = 1.0, gradients: float = 1.0
-) -> dict[str, Any]:
+def unsharded(scenario: Scenario, seed: int, world_size: int) -> dict[str, Any]:
     """Train the same way without sharding. Callers must not change the result, which is cached.
-
-    Args:
-        weights, gradients: factors of all parameters before the first step, and of all gradients.
 
     Returns:
         losses: [step][micro-batch][rank]. grads: [step], by name, means over ranks. last: the part of `grads` that comes from the
@@ -149,9 +143,6 @@ def unsharded(
     params = dict(model.named_parameters())
     losses, grads, lasts = [], [], []
     own: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for param in params.values() if weights != 1 else ():
-            param.mul_(weights)
     for step in range(scenario.steps):
         of_step = []
         for micro in range(scenario.micros):
@@ -160,7 +151,7 @@ def unsharded(
             for rank in range(world_size):
                 batch = scenarios.batch_of(model, seed, rank, step * scenario.micros + micro)
                 loss = scenarios.loss_of(model, batch)
-                (loss * gradients / world_size).backward()
+                (loss / world_size).backward()
                 of_micro.append(loss.detach())
                 if not own and micro == scenario.micros - 1:
                     trained = {name: p.grad for name, p in params.items() if p.grad is not None}
@@ -360,32 +351,6 @@ def nothing_early(found: Facts, scenario: Scenario) -> None:
         for name in facts["early"][:1]:
             said = f"{scenario.name}, rank {rank}: {name}.grad is there before the last micro-batch."
             raise Finding("grad-too-early", said, None, "a gradient")
-
-
-def computes_with_what_travels(found: Facts, scenario: Scenario, seed: int) -> None:
-    """Modules compute with the gathered data, and the optimizer gets the reduced gradients.
-
-    Gathers have sent twice the rows, and reductions three times the gradients. So this is a step of a model with twice the weights.
-    """
-    once, usual = scenario._replace(steps=1), unsharded(scenario._replace(steps=1), seed, len(found))
-    right = unsharded(once, seed, len(found), GATHERS, REDUCTIONS)
-    for rank, (facts, expected) in enumerate(zip(found, right["losses"][0][0], strict=True)):
-        got = facts["losses"][0][0]
-        if not torch.allclose(got, expected, rtol=TIGHT, atol=1e-6):
-            same = torch.allclose(got, usual["losses"][0][0][rank], rtol=TIGHT, atol=1e-6)
-            how = "does not change" if same else f"is {got.item():.6f}"
-            said = f"{scenario.name}, rank {rank}: if all-gathers bring twice the rows, the loss {how}."
-            raise Finding(
-                "not-gathered", f"{said} So not all that is gathered computes.", expected.item(), got.item()
-            )
-    for name, wanted in right["grads"][0].items():
-        if wanted is None:
-            continue
-        where = f"{name} ({scenario.name})"
-        whole = _joined(where, [facts["grads"][0].get(name) for facts in found], wanted)
-        if not _is_near(whole, wanted):
-            said = f"if reductions send three times the gradients, the gradient of {name} is not three times as large"
-            raise Finding("not-reduced", f"{scenario.name}: {said} {largest_difference(whole, wanted)}.")
 
 
 # --- What travels ------------------------------------------------------------------------------------------

@@ -393,12 +393,6 @@ class Ranks:
         oracle.asking = self.course.asking
         return Ranks(oracle, self.world_size).ask(probe_fsdp2, scenario.name, seed=seed, scenario=scenario)
 
-    def scale(self, scenario: Scenario, seed: int) -> list[Any]:
-        """Run a step in which gathers and reductions send multiples of what they are given (`facts.probe_scaled`)."""
-        from hwfsdp.course.facts import probe_scaled
-
-        return self.ask(probe_scaled, f"{scenario.name}, scaled", seed=seed, scenario=scenario)
-
     def replicate(self, scenario: Scenario, seed: int) -> list[Any]:
         """Run a step with the student's `replicate`. Return the whole gradients of each rank."""
         from hwfsdp.course.facts import probe_replicate

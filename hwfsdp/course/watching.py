@@ -1,7 +1,7 @@
 """What a rank computes and sends, watched below every function that a student's file may call.
 
     Watcher     every operator: it must not read free memory; events for `races.find_races`
-    Wire        every message and collective: what is sent, to whom; and what comes of it if other bytes are sent
+    Wire        every message, and the names of all other communicating calls
 
 A file packs, copies and frees in its own way, and no instrument of the package is in it. So the watcher works where every operator
 passes. During a recording, operators become events of the log. The memory that they allocate counts as a buffer
@@ -266,25 +266,19 @@ class Wire:
     """Everything that a rank sends and receives.
 
     Attributes:
-        factors: by the beginning of a collective's name, what its input is multiplied with before it is sent.
         moves: ["send" or "recv", peer in the group, bytes] of each message. sent: the bytes of all that are sent.
         others: the names of all other communicating calls, to process groups and stores, even if no recording sees them.
     """
 
-    factors: Mapping[str, float] = field(default_factory=dict)
     moves: list[list[Any]] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
 
-    def factor(self, name: str) -> float:
-        plain = name.strip("_").replace("_", "")
-        return next((by for start, by in self.factors.items() if plain.startswith(start)), 1.0)
-
 
 @contextmanager
-def watch_wire(**factors: float) -> Iterator[Wire]:
-    """Watch everything that this thread sends and receives. `allgather=2`: all-gathers send twice what they were given."""
-    wire, thread = Wire(factors), threading.get_ident()
+def watch_wire() -> Iterator[Wire]:
+    """Watch everything that this thread sends and receives."""
+    wire, thread = Wire(), threading.get_ident()
     group: Any = distributed_c10d.ProcessGroup
     stores: list[Any] = [distributed_c10d.Store, *distributed_c10d.Store.__subclasses__()]
     kinds: list[Any] = [
@@ -305,8 +299,6 @@ def watch_wire(**factors: float) -> Iterator[Wire]:
         def other(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == thread:
                 wire.others.append(f"{kind.__name__}.{name}" if kind in stores else name.lstrip("_"))
-            if kind in kinds and (by := wire.factor(name)) != 1:
-                args = (*args[:2], _times(args[2], by), *args[3:])  # group, output, input, options
             return original(*args, **kwargs)
 
         return move if kind is group and name in ("send", "recv") else other
@@ -318,12 +310,6 @@ def watch_wire(**factors: float) -> Iterator[Wire]:
     finally:
         for (kind, name), original in originals.items():
             setattr(kind, name, original)
-
-
-def _times(value: Any, by: float) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach() * by
-    return [_times(each, by) for each in value] if isinstance(value, tuple | list) else value
 
 
 def _calls_of(kind: type) -> list[str]:
