@@ -68,7 +68,7 @@ check: setup  ## check lint, types, format, imports, public names, versions and 
 	$(BIN)/python -m hwfsdp.course.stages check
 	$(BIN)/python -m hwfsdp.course.lab check
 
-exercises: setup  ## write starters from solutions, the lab's files, and pictures
+exercises: setup  ## write starters from solutions, the lab's seals, and pictures
 	$(BIN)/python -m hwfsdp.course.stages write
 	$(BIN)/python -m hwfsdp.course.lab write
 	$(BIN)/python docs/exercise_pictures/draw.py

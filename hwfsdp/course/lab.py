@@ -1,40 +1,35 @@
 """The lab: fourteen scripts that train wrongly. Students name the cause and the fix, and prove them with evidence from the run.
 
-    exercises/lab/bugs.toml                   symptoms, where to look, the evidence to read, the choices; written by hand
+    exercises/lab/bugs.md                     the pages of all bugs: symptoms, where to look, the evidence to read, the choices
+    exercises/lab/bugs.toml                   what the run shows, how it is measured, what it would show if a choice were right
     exercises/lab/01_flat_loss/train.py       a broken script; it runs as it is
-    exercises/lab/bugs.md                     a page of all bugs, made from bugs.toml
     exercises/lab/answers.toml                the student's file, which is data and never run
     exercises/lab/seals.toml                  hashes of scripts, evidence and right choices, made from `solutions/lab/key.toml`
     exercises/lab/test_lab.py                 judges the answers
 
-Note [Letters]
-    Choices are shown under letters, in the order of a hash of bug, question and choice. It is the same in every copy of the course,
-    and does not depend on the order in the file.
-
 Note [Seals]
-    A seal is the SHA-256 of bug, question, evidence and choice. It keeps the key out of the text; it cannot keep anyone from trying
+    A seal is the SHA-256 of bug, question, evidence and letter. It keeps the key out of the text; it cannot keep anyone from trying
     all five choices. But no choice can be tried without the evidence, which is part of the hash. So a judgement needs no run: the
     student has made the run. Only if evidence is wrong, the script runs once more (`lab_runs`): on a machine that measures something
     else than the lab was made with, no answer is wrong.
 
 `lab_runs` runs scripts, and imports torch; nothing here does.
 
-    python -m hwfsdp.course.lab write        write bugs.md, empty answers and seals; needs solutions/
-    python -m hwfsdp.course.lab check        name the files that differ
+    python -m hwfsdp.course.lab write        write the seals; needs solutions/
+    python -m hwfsdp.course.lab check        say if they differ
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hwfsdp.course.exercises import find_course
 from hwfsdp.course.findings import Finding
@@ -42,7 +37,6 @@ from hwfsdp.course.text import answer, filled
 from hwfsdp.errors import UsageError, did_you_mean
 from hwfsdp.files import write_whole
 
-LETTERS = "ABCDEFGH"
 CHOSEN = ("cause", "fix")  # the questions with choices
 QUESTIONS = ("evidence", *CHOSEN)
 LARGEST = 1 << 16  # bytes of an answers.toml; a larger one is not written by hand
@@ -54,34 +48,24 @@ class Skipped(Exception):
     """A question that is not judged; the text says why."""
 
 
-class Choice(NamedTuple):
-    """A possible answer: its name, its text, and what the run would show if it were right."""
-
-    name: str
-    text: str
-    if_so: str
-
-
 @dataclass(frozen=True, eq=False)
 class Bug:
     """One bug.
 
     Attributes:
-        name: of its folder, and of its table in each file; it begins with the number. symptom: as in a bug report.
-        shows: what the run shows, with a place {evidence}. asks: for one value. kind: "whole", "ratio" or "name".
-        measure: the name of the measure, and its arguments. choices: by question, in the order of their letters.
+        name: of its folder, and of its table in each file; it begins with the number. page: its part of bugs.md.
+        shows: what the run shows, with a place {evidence}. kind: "whole", "ratio" or "name".
+        measure: the name of the measure, and its arguments.
+        choices: by question and letter, what the run would show if the choice were right.
         seals: hashes of "script", "evidence", "cause" and "fix", by these names.
     """
 
     name: str
-    title: str
-    symptom: str
-    look: tuple[str, ...]
+    page: str
     shows: str
-    asks: str
     kind: str
     measure: dict[str, Any]
-    choices: dict[str, tuple[Choice, ...]]
+    choices: dict[str, dict[str, str]]
     folder: Path
     seals: Mapping[str, str]
 
@@ -90,14 +74,17 @@ class Bug:
         return self.name[:2]
 
     @property
+    def title(self) -> str:
+        return self.page.partition("\n")[0].partition(" · ")[2]
+
+    @property
     def script(self) -> Path:
         return self.folder / "train.py"
 
-    def sealed(self, question: str, value: str, choice: str = "") -> str:
+    def sealed(self, question: str, value: str, letter: str = "") -> str:
         """Return the seal of the evidence, or of a choice with this evidence."""
-        return hashlib.sha256(
-            "\0".join(("hwfsdp lab", self.name, question, value, choice)).encode()
-        ).hexdigest()
+        parts = ("hwfsdp lab", self.name, question, value, letter)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def holds(self, value: str) -> bool:
         """True if the lab was made with this evidence."""
@@ -120,38 +107,23 @@ def read_bugs(folder: Path) -> tuple[Bug, ...]:
     """
     try:
         found = tomllib.loads((folder / "bugs.toml").read_text(encoding="utf-8"))
+        pages = (folder / "bugs.md").read_text(encoding="utf-8").split("\n## Lab ")[1:]
         seals = folder / "seals.toml"
         sealed = tomllib.loads(seals.read_text(encoding="utf-8")) if seals.exists() else {}
         return tuple(
-            _read_bug(name, given, folder / name, sealed.get(name, {})) for name, given in found.items()
+            _read_bug(name, given, f"## Lab {page}", folder / name, sealed.get(name, {}))
+            for (name, given), page in zip(found.items(), pages, strict=True)
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         got, remedy = f"{type(error).__name__}: {error}", "Take it from a fresh copy of the course."
         raise UsageError(
-            f"the lab in {folder}", expected="bugs.toml and seals.toml", got=got, remedy=remedy
+            f"the lab in {folder}", expected="bugs.md, bugs.toml and seals.toml", got=got, remedy=remedy
         ) from None
 
 
-def _read_bug(name: str, given: dict[str, Any], folder: Path, seals: Mapping[str, str]) -> Bug:
-    measure = dict(given["evidence"])
-    asks, kind = _joined(measure.pop("question")), measure.pop("kind")
-    choices = {question: _read_choices(name, question, given[question]) for question in CHOSEN}
-    look = tuple(map(_joined, given["look"]))
-    title, symptom, shows = (_joined(given[key]) for key in ("title", "symptom", "shows"))
-    return Bug(name, title, symptom, look, shows, asks, kind, measure, choices, folder, seals)
-
-
-def _read_choices(bug: str, question: str, given: dict[str, dict[str, str]]) -> tuple[Choice, ...]:
-    """Return the choices of a question, in the order of Note [Letters]."""
-    choices = [Choice(name, _joined(each["text"]), _joined(each["if_so"])) for name, each in given.items()]
-    return tuple(
-        sorted(choices, key=lambda each: hashlib.sha256(f"{bug}/{question}/{each.name}".encode()).digest())
-    )
-
-
-def _joined(text: str) -> str:
-    """Join the lines of each paragraph."""
-    return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
+def _read_bug(name: str, given: dict[str, Any], page: str, folder: Path, seals: Mapping[str, str]) -> Bug:
+    measure, choices = dict(given["evidence"]), {question: given[question] for question in CHOSEN}
+    return Bug(name, page, given["shows"], measure.pop("kind"), measure, choices, folder, seals)
 
 
 # --- Answers -------------------------------------------------------------------------------------------------
@@ -256,21 +228,14 @@ def judge(bug: Bug, question: str, answers: Mapping[str, str]) -> None:
         value = None
     if value is None:
         raise Skipped(f"not judged before the evidence of {bug.number} is right")
-    letters, letter = LETTERS[: len(bug.choices[question])], typed.strip("().: ").upper()
-    place = letters.find(letter) if len(letter) == 1 else -1
-    if place < 0:
-        raise Finding(
-            "contradicted", f"{bug.number}: {typed!r} is not one of the letters {', '.join(letters)}."
-        )
-    choice = bug.choices[question][place]
-    if bug.seals.get(question) != bug.sealed(question, value, choice.name):
+    choices, letter = bug.choices[question], typed.strip("().: ").upper()
+    if letter not in choices:
+        words = f"{typed!r} is not one of the letters {', '.join(choices)}."
+        raise Finding("contradicted", f"{bug.number}: {words}")
+    if bug.seals.get(question) != bug.sealed(question, value, letter):
         number = f"{int(value):,}" if value.isdecimal() else value
-        raise Finding(
-            "contradicted",
-            f"{bug.number}: {choice.if_so} {bug.shows.replace('{evidence}', number)}",
-            None,
-            choice.text,
-        )
+        words = f"{choices[letter]} {bug.shows.replace('{evidence}', number)}"
+        raise Finding("contradicted", f"{bug.number}: {words}", None, letter)
 
 
 def _judge_evidence(bug: Bug, typed: str) -> None:
@@ -278,7 +243,7 @@ def _judge_evidence(bug: Bug, typed: str) -> None:
         if evidence_in(bug, typed) is not None:
             return
     except ValueError as expected:
-        raise Finding("wrong-evidence", f"{bug.number}: {typed!r} is not {expected}. {bug.asks}") from None
+        raise Finding("wrong-evidence", f"{bug.number}: {typed!r} is not {expected}.") from None
     if bug.digest != bug.seals.get("script"):
         remedy = "Keep your script under another name, and put the given one back."
         raise Finding("wrong-evidence", f"{bug.name}/train.py is not the given script. {remedy}")
@@ -290,7 +255,8 @@ def _judge_evidence(bug: Bug, typed: str) -> None:
             f"{bug.name}: this machine measures {value or 'nothing'}, which is not what the lab was made with"
         )
         raise RuntimeError(f"{said}; perhaps the lab does not know this version of torch")
-    raise Finding("wrong-evidence", f"{bug.number}: the run does not show {typed!r}. {bug.asks}")
+    words = f"the run does not show {typed!r}. The question: hwfsdp lab {int(bug.number)}"
+    raise Finding("wrong-evidence", f"{bug.number}: {words}")
 
 
 def verdicts(bug: Bug, answers: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -339,15 +305,8 @@ def list_bugs(as_json: bool) -> int:
 def show(number: str, as_json: bool) -> int:
     """Print the page of a bug."""
     bug = find_bug(number)
-    choices = {question: [choice.text for choice in bug.choices[question]] for question in CHOSEN}
-    found = {
-        "bug": bug.name,
-        "title": bug.title,
-        "symptom": bug.symptom,
-        "look": bug.look,
-        "evidence": bug.asks,
-    }
-    return answer(as_json, found | choices, page(bug).splitlines())
+    found = {"bug": bug.name, "title": bug.title, "page": bug.page}
+    return answer(as_json, found, bug.page.splitlines())
 
 
 def check(number: str | None, submission: Path | None, as_json: bool) -> int:
@@ -390,80 +349,19 @@ def find_bug(number: str, verb: str = "lab") -> Bug:
     )
 
 
-# --- Files that are made -------------------------------------------------------------------------------------
+# --- Seals -----------------------------------------------------------------------------------------------------
 
 
-def files(root: Path, values: Mapping[str, str]) -> dict[Path, str]:
-    """Return the text of each file that is made, by path. `values`: the evidence, by bug."""
-    folder = root / "exercises" / "lab"
-    bugs = read_bugs(folder)
+def seals(root: Path, values: Mapping[str, str]) -> str:
+    """Return the text of `seals.toml`. `values`: the evidence, by bug."""
     key = tomllib.loads((root / "solutions" / "lab" / "key.toml").read_text(encoding="utf-8"))
-    empty = [f'\n[{bug.name}]\nevidence = ""\ncause = ""\nfix = ""\n' for bug in bugs]
-    sealed = ["# Made from solutions/lab/key.toml; see hwfsdp/course/lab.py.\n"]
-    for bug in bugs:
-        value = values[bug.name]
-        seals = {question: bug.sealed(question, value, key[bug.name][question]) for question in CHOSEN}
-        seals = {"script": bug.digest, "evidence": bug.sealed("evidence", value), **seals}
-        sealed.append(
-            "".join([f"\n[{bug.name}]\n", *(f'{name} = "{seal}"\n' for name, seal in seals.items())])
-        )
-    pages = "# The fourteen bugs\n\n" + "\n".join(
-        page(bug).replace("\n## ", "\n### ").replace("# ", "## ", 1) for bug in bugs
-    )
-    made = {"answers.toml": _ANSWERS + "".join(empty), "seals.toml": "".join(sealed), "bugs.md": pages}
-    return {folder / name: text for name, text in made.items()}
-
-
-_ANSWERS = """\
-# Your answers. evidence is a number, such as 4096 or 1.25, or a name in quotes, such as "int8".
-# cause and fix are letters in quotes, such as "B".
-# hwfsdp lab shows the bugs, hwfsdp lab check says how far you are.
-"""
-
-
-def page(bug: Bug) -> str:
-    """Return the page of a bug: symptom, where to look, questions."""
-    number = int(bug.number)
-    quoted = "\n>\n".join(_lines(part, "> ", "> ") for part in bug.symptom.split("\n\n"))
-    asked = [f"**What is the {question}?**\n\n{choices_of(bug, question, '- ')}" for question in CHOSEN]
-    return f"""# Lab {bug.number} · {bug.title}
-
-{quoted}
-
-## Look at
-
-{chr(10).join(_lines(line, "- ", "  ") for line in bug.look)}
-
-```sh
-python exercises/lab/{bug.name}/train.py
-hwfsdp lab {number} --run    # the same under the recorder
-```
-
-## Questions
-
-{_lines(f"**Evidence.** {bug.asks}")}
-
-{f"{chr(10)}{chr(10)}".join(asked)}
-
-Write your answers into `answers.toml`, under `[{bug.name}]`. Then run `hwfsdp lab check {number}`.
-"""
-
-
-def choices_of(bug: Bug, question: str, mark: str) -> str:
-    """Return the choices of a question, each after its letter."""
-    pairs = zip(LETTERS, bug.choices[question])
-    return "\n".join(_lines(choice.text, f"{mark}{letter}. ", " " * 5) for letter, choice in pairs)
-
-
-def _lines(text: str, first: str = "", others: str = "") -> str:
-    return textwrap.fill(
-        text,
-        120,
-        initial_indent=first,
-        subsequent_indent=others,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    lines = ["# Made from solutions/lab/key.toml; see hwfsdp/course/lab.py."]
+    for bug in read_bugs(root / "exercises" / "lab"):
+        value, letters = values[bug.name], key[bug.name]
+        made = {"script": bug.digest, "evidence": bug.sealed("evidence", value)}
+        made |= {question: bug.sealed(question, value, letters[question]) for question in CHOSEN}
+        lines += ["", f"[{bug.name}]", *(f'{name} = "{seal}"' for name, seal in made.items())]
+    return "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str]) -> int:
@@ -471,15 +369,15 @@ def main(arguments: list[str]) -> int:
     from hwfsdp.course.lab_runs import measured
 
     root = Path.cwd()
-    right = files(root, {bug.name: measured(bug) for bug in read_bugs(root / "exercises" / "lab")})
-    changed = [
-        path for path, text in right.items() if not path.exists() or path.read_text(encoding="utf-8") != text
-    ]
-    for path in changed:
-        print(f"{'wrote' if arguments == ['write'] else 'differs:'} {path.relative_to(root)}")
-        if arguments == ["write"]:
-            write_whole(path, right[path])
-    return 0 if arguments == ["write"] or not changed else 1
+    path, bugs = root / "exercises" / "lab" / "seals.toml", read_bugs(root / "exercises" / "lab")
+    right = seals(root, {bug.name: measured(bug) for bug in bugs})
+    if path.exists() and path.read_text(encoding="utf-8") == right:
+        return 0
+    is_written = arguments == ["write"]
+    print(f"{'wrote' if is_written else 'differs:'} {path.relative_to(root)}")
+    if is_written:
+        write_whole(path, right)
+    return 0 if is_written else 1
 
 
 if __name__ == "__main__":

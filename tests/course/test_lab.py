@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 
 from hwfsdp.course import lab, lab_runs
 from hwfsdp.course.findings import Finding
-from hwfsdp.course.lab import CHOSEN, LETTERS, Bug
+from hwfsdp.course.lab import CHOSEN, QUESTIONS, Bug
 from hwfsdp.course.lab_runs import Run, measure, run_script
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
@@ -44,14 +45,9 @@ def sealed(bug: Bug) -> Bug:
     return replace(bug, seals={"script": bug.digest, "evidence": bug.sealed("evidence", value), **seals})
 
 
-def letter(bug: Bug, question: str, name: str) -> str:
-    return LETTERS[[choice.name for choice in bug.choices[question]].index(name)]
-
-
 def right(bug: Bug, **other: str) -> dict[str, str]:
     """The right answers, except for some."""
-    letters = {question: letter(bug, question, KEY[bug.name][question]) for question in CHOSEN}
-    return {"evidence": made_up(bug), **letters, **other}
+    return {"evidence": made_up(bug), **KEY[bug.name], **other}
 
 
 # --- Runs ----------------------------------------------------------------------------------------------------
@@ -130,11 +126,11 @@ def test_right_answers_count_and_each_wrong_choice_is_refuted() -> None:
         assert lab.is_solved(bug, right(bug))
         assert {status for status, _ in lab.verdicts(bug, right(bug)).values()} == {"passed"}
         for question in CHOSEN:
-            for place, choice in enumerate(bug.choices[question]):
-                if choice.name != KEY[bug.name][question]:
+            for letter, if_so in bug.choices[question].items():
+                if letter != KEY[bug.name][question]:
                     with pytest.raises(Finding) as told:
-                        lab.judge(bug, question, right(bug, **{question: LETTERS[place].lower()}))
-                    assert choice.if_so in told.value.message and told.value.actual == choice.text
+                        lab.judge(bug, question, right(bug, **{question: letter.lower()}))
+                    assert if_so in told.value.message and told.value.actual == letter
                     assert "{" not in told.value.message
 
 
@@ -146,9 +142,7 @@ def test_no_choice_counts_before_the_evidence_is_right(monkeypatch: pytest.Monke
         for wrong in ("7.77", "12345678", "float64", "?"):
             found = lab.verdicts(bug, right(bug, evidence=wrong))
             assert [status for status, _ in found.values()] == ["failed", "skipped", "skipped"]
-            assert made_up(bug) not in found["evidence"][1].replace(bug.asks, "").replace(
-                wrong, ""
-            ).removeprefix(bug.number)
+            assert made_up(bug) not in found["evidence"][1].replace(wrong, "").removeprefix(bug.number)
 
 
 def test_neither_other_evidence_of_a_machine_nor_a_changed_script_is_blamed_on_the_answer(
@@ -229,17 +223,17 @@ def test_a_file_that_holds_no_answers_is_the_students_mistake(tmp_path: Path) ->
 # --- The files -----------------------------------------------------------------------------------------------
 
 
-def test_pages_and_empty_answers_are_made_from_the_bugs() -> None:
-    made = lab.files(ROOT, {bug.name: made_up(bug) for bug in BUGS})
-    for path, text in made.items():
-        assert path.name == "seals.toml" or path.read_text(encoding="utf-8") == text, path
+def test_each_bug_has_a_page_with_all_its_choices_and_empty_answers() -> None:
+    empty = tomllib.loads((FOLDER / "answers.toml").read_text())
+    assert empty == {bug.name: dict.fromkeys(QUESTIONS, "") for bug in BUGS}
+    for bug in BUGS:
+        assert bug.page.startswith(f"## Lab {bug.number} · ") and bug.page.count(f"/{bug.name}/") == 1
+        assert re.findall(r"^- ([A-Z])\. ", bug.page, re.M) == [a for q in CHOSEN for a in bug.choices[q]]
 
 
-def test_the_key_is_in_plain_text_in_the_solutions_only() -> None:
-    pairs = [f'{question} = "{KEY[bug.name][question]}"' for bug in BUGS for question in CHOSEN]
-    for path in (path for name in ("exercises", "hwfsdp", "docs") for path in (ROOT / name).rglob("*.*")):
-        if path.suffix in (".py", ".md", ".toml", ".json", ".txt") and path.is_file():
-            assert not [pair for pair in pairs if pair in path.read_text(encoding="utf-8")], path
+def test_seals_are_made_from_the_key_and_the_evidence() -> None:
+    made = tomllib.loads(lab.seals(ROOT, {bug.name: made_up(bug) for bug in BUGS}))
+    assert made == {bug.name: sealed(bug).seals for bug in BUGS}
 
 
 # --- The command ---------------------------------------------------------------------------------------------
@@ -254,7 +248,7 @@ def test_the_command_lists_shows_and_checks(
     seals = "".join(f'{name} = "{seal}"\n' for name, seal in bug.seals.items())
     (tmp_path / "exercises" / "lab" / "seals.toml").write_text(f"[{bug.name}]\n{seals}")
     assert lab.list_bugs(False) == 0 and f"0 of {len(BUGS)} solved" in capsys.readouterr().out
-    assert lab.show("3", False) == 0 and BUGS[2].asks[:30] in capsys.readouterr().out
+    assert lab.show("3", False) == 0 and BUGS[2].title in capsys.readouterr().out
     lines = [f'{question} = "{said}"' for question, said in right(bug).items()]
     (tmp_path / "exercises" / "lab" / "answers.toml").write_text("\n".join([f"[{bug.name}]", *lines]))
     assert lab.check("1", None, False) == 0 and "3 of 3 points" in capsys.readouterr().out
