@@ -238,6 +238,7 @@ def check(number: str, submission: Path | None, seed: int | None, as_json: bool)
 
 def _run(course: Course, exercise: Exercise, options: Sequence[str], as_json: bool) -> int:
     import tempfile
+    from unittest import mock
 
     import pytest
 
@@ -245,8 +246,8 @@ def _run(course: Course, exercise: Exercise, options: Sequence[str], as_json: bo
         outcomes = Path(folder, "outcomes.json")
         wanted = [*arguments(course, exercise), *options, "--page", "--outcomes", str(outcomes)]
         # other plugins take time, and no part in a verdict
-        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-        with _silent() if as_json else nullcontext():
+        alone = mock.patch.dict(os.environ, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+        with alone, _silent() if as_json else nullcontext():
             found = int(pytest.main(wanted))
         if as_json and outcomes.is_file():
             print(json.dumps({"exercise": exercise.number, **json.loads(outcomes.read_text())}, indent=2))

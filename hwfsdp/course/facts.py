@@ -29,7 +29,6 @@ from hwfsdp.course.scenarios import Built, Scenario
 from hwfsdp.course.watching import (
     Watcher,
     bytes_counted,
-    collectives_recorded,
     copied,
     count_of_events,
     is_there,
@@ -38,11 +37,12 @@ from hwfsdp.course.watching import (
 from hwfsdp.launcher.supervisor import LOST_PEER
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
+from hwfsdp.observe.recording import record
 
 Shard = Callable[..., Any]  # (module, name, keywords of `Scenario.options`)
 LR = 0.1
 OTHERS = timedelta(seconds=2)  # time for other ranks to raise the same error
-RANKS = 16  # of the simulated machine on which bytes are counted
+SHARERS = 16  # ranks of the simulated machine on which bytes are counted
 
 
 def attempt_together(report: Report, key: str, part: Callable[[], Any]) -> None:
@@ -205,7 +205,7 @@ def trained(scenario: Scenario, seed: int, shard: Shard, is_observed: bool = Tru
     found: dict[str, Any] = {"rows": described(model), "places": places_of(model)}
     training = _Training(scenario, seed, built, watcher)
     with ExitStack() as instruments:  # around all steps: to enter them costs as much as a step
-        log = instruments.enter_context(collectives_recorded()) if is_observed else EventLog()
+        log = instruments.enter_context(record(resizes=False)) if is_observed else EventLog()
         if is_observed:
             instruments.enter_context(watcher)
         training.run()
@@ -316,10 +316,10 @@ def replicated(scenario: Scenario, seed: int) -> dict[str, Any]:
 @simulates
 def probe_held(report: Report, seed: int, scenario: Scenario) -> None:
     """Count the bytes that sharding holds in a step of a model, on a simulated machine."""
-    attempt(report, scenario.name, partial(held, scenario, seed))
+    attempt(report, scenario.name, partial(bytes_held, scenario, seed))
 
 
-def held(scenario: Scenario, seed: int) -> dict[str, Any]:
+def bytes_held(scenario: Scenario, seed: int) -> dict[str, Any]:
     """Count the bytes alive in the second step, where every storage is seen: on a simulated machine.
 
     Counted is everything but the rows that a rank keeps: whole parameters, whole gradients, the buffers of collectives, and
@@ -337,7 +337,7 @@ def held(scenario: Scenario, seed: int) -> dict[str, Any]:
         dist.destroy_process_group()
     ready()
     found = dict[str, Any]()
-    with on_paper(0, RANKS, "held", ""), bytes_counted() as memory:
+    with on_paper(0, SHARERS, "held", ""), bytes_counted() as memory:
         built = scenarios.build(scenario, seed)
         found["units"] = {name: whole_bytes(module, built.units) for name, module in built.units}
         model = sharded(built, scenario, students_shard())
@@ -356,7 +356,7 @@ def held(scenario: Scenario, seed: int) -> dict[str, Any]:
                 set_switches(built, scenario, micro)
                 batch = scenarios.batch_of(model, seed, 0, micro)
                 batch = batch if batch.is_floating_point() else batch[:1, :2]
-                with collectives_recorded() as log:
+                with record(resizes=False) as log:
                     memory.reset_peak()
                     loss = scenarios.loss_of(model, batch)
                     found["forward"], found["between"] = memory.peak - rows, memory.allocated - rows
@@ -412,5 +412,5 @@ def whole_bytes(module: nn.Module, units: scenarios.Units) -> int:
     inside = {other for _, other in units if other is not module and other in set(module.modules())}
     inner = {p for other in inside for p in other.parameters()}
     return sum(
-        RANKS * -(-len(p) // RANKS) * p.shape[1:].numel() * 4 for p in set(module.parameters()) - inner
+        SHARERS * -(-len(p) // SHARERS) * p.shape[1:].numel() * 4 for p in set(module.parameters()) - inner
     )

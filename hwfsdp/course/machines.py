@@ -182,13 +182,13 @@ def stepped(program: Program, machine: str, shard: Shard) -> dict[str, Any]:
 
     Returns:
         events: every operator, collective, wait and release of memory (`observe.events.Event`).
-        marks, kernels, samples: see `Watch`.
+        marks, kernels, samples: see `UnitWatch`.
         ends: for each forward and backward: its part, the number of events at its end, and the µs at which compute is over.
         output: the numbers of the memory of a forward without gradients' output.
         stream_sets: the number of stream sets that the file makes in the step.
         step_us: until the host and all streams are done. peak_bytes: most bytes alive at once.
     """
-    watch = Watch()
+    watch = UnitWatch()
     with sets_apart() as made, MACHINES[machine].entered() as world, watch.seeing_blocks():
         runner = Runner(program, world, shard, watch)
         with of_bounded_length(world.clock):
@@ -237,7 +237,7 @@ def of_bounded_length(clock: Clock) -> Iterator[None]:
 def computing(program: Program, machine: str) -> dict[str, float]:
     """Return the µs in which the program's model computes on this machine if it is not sharded: "forward", "backward"."""
     with MACHINES[machine].entered() as world:
-        runner = Runner(program, world, None, Watch())
+        runner = Runner(program, world, None, UnitWatch())
         runner.warm_up()
     times = [0.0, *(us for _, _, us in runner.ends)]
     return {part: end - begin for (part, _, end), begin in zip(runner.ends, times, strict=False)}
@@ -269,7 +269,7 @@ class Runner:
         watch: watches the step. ends, output: see `stepped`.
     """
 
-    def __init__(self, program: Program, world: World, shard: Shard | None, watch: Watch) -> None:
+    def __init__(self, program: Program, world: World, shard: Shard | None, watch: UnitWatch) -> None:
         self.program, self.world, self.config, self.watch = program, world, program.config, watch
         self.model = program.build(shard)
         if program.updates:  # torch's optimizers import its compiler, which takes a second
@@ -319,7 +319,7 @@ class Runner:
         self.ends.append((part, len(recorder.drafts) if recorder else 0, self.world.clock.ends["compute"]))
 
 
-class Watch:
+class UnitWatch:
     """Notes which unit computes, from outside the student's file.
 
     Attributes:

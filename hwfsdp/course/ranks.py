@@ -11,7 +11,7 @@ data comes back, and nothing of it is ever run.
 Note [Asked ahead]
     A question is asked once in a session, and tests that look at the same run share it. Before the tests run, the plugin calls each of
     them up to where it looks at an answer. So all questions of one number of ranks are known, and one launch answers them, one after
-    the other; those for a simulated machine have a launch of their own. Two launches run at the same time, if they have at most `RANKS`
+    the other; those for a simulated machine have a launch of their own. Two launches run at the same time, if they have at most `AT_ONCE`
     ranks. If a question ends its launch, the next launch begins with the question after it. After a rank that hangs, left or died, the
     questions that only this exercise asked are left out. After `ENDS` such ends of one number of ranks, all other questions are.
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 STILL = 3.0  # seconds in which no rank does anything
 WAIT = 300.0  # seconds of a clock for a launch: the last resort
 ENDS = 3  # of exercises in which ranks hang, leave or die, until the file is given up
-RANKS = 4  # at once, of all files: more would only wait for processors, and need memory
+AT_ONCE = 4  # ranks, of all files: more would only wait for processors, and need memory
 # characters that all ranks of a launch may print; a file that prints cannot reach it (`probing`)
 PRINTED = 1 << 24
 # errors of reading something else than a report
@@ -118,7 +118,7 @@ class Unanswered:
 
 
 class _Room:
-    """Room for `RANKS` ranks. A launch waits until there is room, and a larger one runs alone."""
+    """Room for `AT_ONCE` ranks. A launch waits until there is room, and a larger one runs alone."""
 
     def __init__(self) -> None:
         self._taken, self._changed = 0, threading.Condition()
@@ -126,7 +126,7 @@ class _Room:
     @contextmanager
     def taken(self, ranks: int) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._taken or self._taken + ranks <= RANKS)
+            self._changed.wait_for(lambda: not self._taken or self._taken + ranks <= AT_ONCE)
             self._taken += ranks
         try:
             yield

@@ -176,7 +176,7 @@ class Gradebook:
     def score(self, result: Result) -> int:
         return sum(result.points_of(exercise) for exercise in self.counted)
 
-    def held(self, name: str) -> int:
+    def passed(self, name: str) -> int:
         """Count the submissions in which a test passed."""
         return sum(test.passed for result in self.results for test in result.tests if test.name == name)
 

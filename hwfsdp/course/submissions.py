@@ -37,6 +37,7 @@ NOT_THEIRS = frozenset(
 ARCHIVE, UNPACKED, FILE = 64 << 20, 256 << 20, 1 << 20
 ENTRIES = 20_000
 MEMORY = 512 << 20  # bytes that reading an archive may take
+KEY = 200  # bytes of a key: a file name has at most 255 on most systems
 NOBODYS = Path(os.sep, "nobodys")  # the folder that tar's filter imagines; nothing is written there
 
 
@@ -130,7 +131,7 @@ def _named(paths: Sequence[Path]) -> list[Submission]:
         full = os.fsencode(path.absolute().name).decode(errors="backslashreplace")
         end = next((end for end in SUFFIXES if full.casefold().endswith(end)), "")
         name = "".join(each if each.isprintable() else "?" for each in full[: len(full) - len(end)])
-        plain = re.sub(r"[^\w+@=.-]+", "_", name).strip(".")[:120] or "_"
+        plain = re.sub(r"[^\w+@=.-]+", "_", name).strip(".").encode()[:KEY].decode(errors="ignore") or "_"
         key, shown, number = plain, name, 1
         while key.casefold() in found or shown in names:
             number += 1

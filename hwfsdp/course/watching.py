@@ -35,8 +35,7 @@ from hwfsdp.comm.users_collectives import tensors_in
 from hwfsdp.compat import DispatchMode, arguments_of, local_of, storage_key
 from hwfsdp.core.device_streams import HostStream
 from hwfsdp.observe import events
-from hwfsdp.observe.eventlog import EventLog
-from hwfsdp.observe.recording import after_each_resize, record
+from hwfsdp.observe.recording import after_each_resize
 from hwfsdp.virtual.allocator import Allocator
 
 Watched = weakref.ref[torch.UntypedStorage]
@@ -191,13 +190,6 @@ def _has_free(values: Sequence[Any]) -> bool:
 def _looks_only(name: str) -> bool:
     """True if the operator of this name does not read the memory of its arguments."""
     return name in ("detach", "alias") or name.startswith("new_") or name.endswith("_like")
-
-
-@contextmanager
-def collectives_recorded() -> Iterator[EventLog]:
-    """Record, but not the memory that is resized: most events are of that, and no fact about a training is made of them."""
-    with mock.patch.object(events.Recorder, "resized", lambda *_: None), record() as log:
-        yield log
 
 
 def is_there(value: object) -> bool:

@@ -60,13 +60,16 @@ from hwfsdp.observe.run_info import describe_run
 
 
 @contextmanager
-def record(rank: int | None = None, ledger: Ledger | None = None, first_step: int = 0) -> Iterator[EventLog]:
+def record(
+    rank: int | None = None, ledger: Ledger | None = None, first_step: int = 0, resizes: bool = True
+) -> Iterator[EventLog]:
     """Record this process until the block ends, then fill the yielded log.
 
     Args:
         rank: the rank to write into the events; by default the rank in the process group, or 0 without a process group.
         ledger: watches memory; by default a new ledger.
         first_step: number of the first step, so that the log counts steps as the run does.
+        resizes: False: do not record memory that is resized, of which most events are.
 
     Raises:
         StateError: a recording is active already.
@@ -101,7 +104,8 @@ def record(rank: int | None = None, ledger: Ledger | None = None, first_step: in
         instruments.enter_context(watch_collectives())
         instruments.enter_context(watch_operators(recorder))
         instruments.enter_context(watch_works(recorder))
-        instruments.enter_context(_watch_storages(recorder))
+        if resizes:
+            instruments.enter_context(_watch_storages(recorder))
         instruments.enter_context(_watch_optimizers(recorder))
         instrument = Instrument(observer.put(None))
         observer.put(instrument)

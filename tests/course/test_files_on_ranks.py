@@ -13,7 +13,7 @@ import torch
 
 from hwfsdp.course import failures, ranks
 from hwfsdp.course.findings import Finding
-from hwfsdp.course.ranks import RANKS, Course, NotYet
+from hwfsdp.course.ranks import AT_ONCE, Course, NotYet
 from hwfsdp.errors import RankError
 from hwfsdp.course.walls import descendants, in_force, running, server_pid
 
@@ -116,11 +116,11 @@ def test_a_rank_that_leaves_ends_only_the_questions_of_its_exercise(tmp_path: Pa
 def test_a_launch_that_waits_for_room_is_not_begun_after_the_end(tmp_path: Path) -> None:
     of, said = course(tmp_path, "print('asleep')", "time.sleep(100)"), list[str]()
     of.show = said.append
-    ask_ahead(of, (RANKS, 1), (1, 1))
+    ask_ahead(of, (AT_ONCE, 1), (1, 1))
     while not said:
         time.sleep(0.01)
     of.end()
-    assert of.launches == [(RANKS, ["probe_answer"])]
+    assert of.launches == [(AT_ONCE, ["probe_answer"])]
 
 
 def test_two_launches_run_side_by_side_and_end_their_own_processes_only(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from classes import RIGHT, SMALL, tarred, zipped
 
 from hwfsdp.course import submissions
 from hwfsdp.course.submissions import Collected
+from hwfsdp.files import write_whole
 
 JUDGED = submissions.judged_files(SMALL)
 BOTH = {"my_fsdp.py": RIGHT, "02_second/second.py": "x = 1\n"}
@@ -135,6 +136,14 @@ def test_each_entry_of_a_class_is_a_submission_with_a_name_of_its_own(tmp_path: 
     )
     assert {each.name for each in found} >= {"ada", "ada (2)", "Bób <x>"}
     assert all((tmp_path / f"{each.key}.json").parent == tmp_path for each in found)
+
+
+def test_a_long_name_gives_a_key_that_fits_into_a_file_name(tmp_path: Path) -> None:
+    path = tmp_path / f"{'語' * 83}.zip"
+    path.write_bytes(zipped(BOTH))
+    [found] = submissions.find([path], JUDGED)
+    write_whole(tmp_path / f"{found.key}.json", "{}")
+    assert found.name == "語" * 83
 
 
 def test_a_folder_with_exercises_is_one_submission(tmp_path: Path) -> None:
