@@ -15,6 +15,7 @@ import torch
 
 from hwfsdp.course import laws
 from hwfsdp.course.findings import Finding
+from hwfsdp.course.laws import equal, rows_of
 
 pytestmark = pytest.mark.exercise("11", title="Hybrid sharding", file="hybrid_sharding.py")
 
@@ -92,11 +93,6 @@ def test_partial(ranks, seed, replicas, shards):
 # --- What is right -----------------------------------------------------------------------------------------
 
 
-def rows_of(whole, number, shards):
-    chunks = whole.chunk(shards)
-    return chunks[number] if number < len(chunks) else whole[:0]
-
-
 def right_bytes(rank, replicas, shards):
     """Return what travels in a step, by op: without padding, with it, and of whole tensors. All is gathered twice, and reduced once."""
     found = {op: (0, 0, 0) for op in facts.OPS}
@@ -125,11 +121,6 @@ def arrivals(name):
 
 
 # --- Laws --------------------------------------------------------------------------------------------------
-
-
-def equal(misconception, where, got, right):
-    if got != right:
-        raise Finding(misconception, f"{where} {got}, expected {right}.", right, got)
 
 
 def right_axes(found, replicas, shards):

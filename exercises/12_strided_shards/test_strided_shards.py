@@ -19,6 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from hwfsdp.compat import is_shard, strided_shard
 from hwfsdp.course import laws
 from hwfsdp.course.findings import Finding
+from hwfsdp.course.laws import equal
 
 pytestmark = pytest.mark.exercise("12", title="Strided shards", file="strided_shards.py", may="hwfsdp.compat")
 
@@ -73,11 +74,11 @@ def test_shards(ranks, seed):
         held, grad = [shard.nbytes for shard in right], (
             case.gradient if case.dtype.is_floating_point else None
         )
-        same("wrong-value", f"{where} contiguous, as collectives need it,", found["contiguous"], True)
-        same("input-changed", f"{where} a write to the tensor that is cut", found["written"], False)
-        same("aliased", f"{where} a view of the tensor, which keeps all of it alive,", found["view"], False)
+        equal("wrong-value", f"{where} not contiguous, as collectives need it", found["contiguous"], True)
+        equal("input-changed", f"{where} the tensor that is cut was written to", found["written"], False)
+        equal("aliased", f"{where} a view of the tensor, which keeps all of it alive", found["view"], False)
         same("kept-alive", f"{where} the bytes that shards keep alive", found["bytes"], held)
-        same("kept-alive", f"{where} memory that shards share", found["shared"], False)
+        equal("kept-alive", f"{where} shards share memory", found["shared"], False)
         same("grad-lost", f"{where} the gradient of the tensor that is cut", found["grad"], grad)
 
 
@@ -96,10 +97,13 @@ def test_whole(ranks, seed):
         where = f"{case} unshard_strided:"
         ran(where, answer)
         same(whole_mistake(case, answer["whole"]), f"{where} the whole", answer["whole"], case.whole)
-        same(
-            "input-changed", f"{where} a write to a shard, or a whole in its memory", answer["touched"], False
+        equal(
+            "input-changed",
+            f"{where} a shard was written to, or the whole is in it",
+            answer["touched"],
+            False,
         )
-        same("grad-lost", f"{where} gradients that reach the shards", answer["attached"], True)
+        equal("grad-lost", f"{where} gradients do not reach the shards", answer["attached"], True)
     for what, answer in zip(wrong, ranks(1).ask(facts.probe_calls, "misfits", calls=calls)[0], strict=True):
         if answer != "raises ValueError":
             raise Finding("wrong-value", f"Given {what}, unshard_strided {answer}, expected ValueError.")
@@ -327,7 +331,7 @@ def ran(where, answer):
 
 
 def same(misconception, where, got, right):
-    """Two facts are equal; tensors in shape and dtype, too."""
+    """Two facts are equal; tensors also in shape and dtype."""
     if isinstance(got, torch.Tensor) and isinstance(right, torch.Tensor):
         if got.shape == right.shape and got.dtype == right.dtype:
             if not torch.equal(got, right):
@@ -336,5 +340,6 @@ def same(misconception, where, got, right):
                 )
             return
         got, right = f"{got.dtype} {tuple(got.shape)}", f"{right.dtype} {tuple(right.shape)}"
-    if isinstance(got, torch.Tensor) != isinstance(right, torch.Tensor) or got != right:
+    if isinstance(got, torch.Tensor) != isinstance(right, torch.Tensor):
         raise Finding(misconception, f"{where} is {got}, expected {right}.", right, got)
+    equal(misconception, f"{where} is", got, right)

@@ -16,6 +16,7 @@ import torch
 
 from hwfsdp.course import laws
 from hwfsdp.course.findings import Finding
+from hwfsdp.course.laws import equal
 
 pytestmark = pytest.mark.exercise(
     "13", title="Meta-device start", file="meta_start.py", may="hashlib hwfsdp.layout"
@@ -150,13 +151,11 @@ def confusing_keys(seed):
 
 
 def part_of(name, whole, way, world_size, rank):
-    """Return a rank's part by `torch.chunk`, and the number of its first row."""
+    """Return a rank's part, and the number of its first row."""
     if name in facts.UNSHARDED:
         return whole, 0
     dim = 1 if way == "fully_shard" and name.startswith("columns") else 0
-    chunks = whole.chunk(world_size, dim)
-    part = chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
-    return part, 0 if dim else rank * len(chunks[0])
+    return laws.rows_of(whole, rank, world_size, dim), 0 if dim else rank * -(-len(whole) // world_size)
 
 
 def alike(got, right):
@@ -164,13 +163,6 @@ def alike(got, right):
 
 
 # --- Laws --------------------------------------------------------------------------------------------------
-
-
-def equal(misconception, where, got, right):
-    """The facts are equal. If the right one is true or false, `where` says it all."""
-    if got != right:
-        end = "" if isinstance(right, bool) else f" {got}, expected {right}"
-        raise Finding(misconception, f"{where}{end}.", *(() if isinstance(right, bool) else (right, got)))
 
 
 def right_calls(where, calls, whole, part, first):

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from hwfsdp.course.findings import Finding
+from hwfsdp.course.laws import equal
 
 pytestmark = pytest.mark.exercise(
     "15", title="Asynchronous staging", file="async_staging.py", may="threading concurrent"
@@ -156,11 +157,6 @@ def test_errors(ranks, seed):
 
 
 # --- Laws --------------------------------------------------------------------------------------------------
-
-
-def equal(misconception, where, got, right):
-    if got != right:
-        raise Finding(misconception, f"{where} {got}, expected {right}.", right, got)
 
 
 def same(got, right):

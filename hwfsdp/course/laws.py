@@ -1,5 +1,6 @@
 """What must hold. A law compares facts with an oracle; where they differ, it raises a `Finding` with the cause, as far as it shows.
 
+    equal                              two facts, of which one is right
     same_rows, same_objects            the model registers this rank's rows under the old names; the optimizer's objects stay
     same_numbers, same_losses          losses and gradients equal the unsharded model's; None where there is no gradient
     same_bits                          losses and gradients equal FSDP2's, bit for bit
@@ -30,6 +31,13 @@ ABSURD = 1e9  # times the largest element: unwritten memory gives such values, a
 LITTLE = 0.6  # of the largest unit: small tensors come and go
 Facts = Sequence[Mapping[str, Any]]  # by rank
 NAMES = {"all_gather": "all-gathers", "reduce_scatter": "reduce-scatters", "all_reduce": "all-reduces"}
+
+
+def equal(misconception: str, where: str, got: object, right: object) -> None:
+    """Two facts are equal. If the right one is true or false, `where` says it all."""
+    if got != right:
+        end = "" if isinstance(right, bool) else f" {got}, expected {right}"
+        raise Finding(misconception, f"{where}{end}.", right, got)
 
 
 # --- Numbers ------------------------------------------------------------------------------------------------
@@ -107,10 +115,12 @@ def _same_rows(where: str, got: Mapping[str, Any], param: Tensor, rank: int, siz
         raise Finding("flag-not-followed", f"{where} has requires_grad={got['requires_grad']}.")
 
 
-def rows_of(whole: Tensor, rank: int, size: int) -> Tensor:
-    """Return the rows that a rank keeps."""
-    chunk = -(-len(whole) // size)
-    return whole[rank * chunk : (rank + 1) * chunk]
+def rows_of(whole: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
+    """Return the rows that a rank keeps: `dim` is cut as `torch.chunk` cuts it."""
+    length = whole.shape[dim]
+    chunk = -(-length // size)
+    start = min(rank * chunk, length)
+    return whole.narrow(dim, start, min(chunk, length - start))
 
 
 def same_objects(found: Facts, scenario: Scenario) -> None:
