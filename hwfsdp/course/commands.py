@@ -388,21 +388,14 @@ def write_certificate(progress: Progress) -> Path | None:
 
 def _beside_the_reference(file: Path) -> dict[str, Any]:
     """Return what the certificate shows of one step of the student's file and of hwfsdp's own `fully_shard`; {} without matplotlib."""
-    from hwfsdp.course.compare import MINE, OURS, THEIRS, figures, lanes, step_of
+    from hwfsdp.course.compare import OURS, shown, step_of
     from hwfsdp.course.findings import Finding
     from hwfsdp.course.machines import WIDE
 
     try:
-        from hwfsdp.plot import style
-
-        steps = {MINE: step_of(file.resolve(), WIDE, "host"), THEIRS: step_of(OURS, WIDE, "host")}
+        return shown(step_of(file.resolve(), WIDE, "host"), step_of(OURS, WIDE, "host"))
     except (MissingPackageError, Finding):
         return {}
-    return {
-        "runs": lanes(steps),
-        "rows": figures(*steps.values()),
-        "color": lambda op: style.look_of_op(op).color,
-    }
 
 
 # --- Without a verb ------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ times and bytes of the reference's step, and none of its code. Times are calcula
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hwfsdp.course.findings import Finding
 from hwfsdp.course.machines import MACHINES, WIDE, Program, Step, askers, probe_step
@@ -113,52 +113,17 @@ def picture(mine: Step, theirs: Step) -> Figure:
     return plot_comparison({MINE: drawn(mine), THEIRS: drawn(theirs)})
 
 
-def page(mine: Step, theirs: Step) -> str:
-    """Return the page as HTML. It asks for nothing from elsewhere."""
+def shown(mine: Step, theirs: Step) -> dict[str, Any]:
+    """Return what a page shows of both steps: the picture, in base64, and the rows of the table."""
     file = BytesIO()
     picture(mine, theirs).savefig(file, format="png", dpi=160)
     encoded = base64.b64encode(file.getvalue()).decode()
-    rows = [Row("", MINE, THEIRS), *figures(mine, theirs)]
-    return rendered("compare.html", step=mine.name, picture=encoded, rows=rows)
+    return {"picture": encoded, "rows": [Row("", MINE, THEIRS), *figures(mine, theirs)]}
 
 
-class Bar(NamedTuple):
-    """An event in a row of the certificate. `left` and `width` are in percent of the row."""
-
-    op: str
-    owner: str
-    left: float
-    width: float
-
-
-class Lanes(NamedTuple):
-    """A step in the certificate: whose it is, its length, and the bars of each row."""
-
-    name: str
-    length: str
-    rows: dict[str, list[Bar]]
-
-
-ROWS = {
-    "compute": "compute",
-    "all_gather": "gathers",
-    "reduce_scatter": "reductions",
-}  # stream → its name in the certificate
-
-
-def lanes(steps: Mapping[str, Step]) -> list[Lanes]:
-    """Return the rows of these steps. All have one scale, as long as the longest step."""
-    logs = {name: drawn(step) for name, step in steps.items()}
-    begins = {name: min(e.start_us for e in log.events) for name, log in logs.items()}
-    longest = max(e.end_us - begins[name] for name, log in logs.items() for e in log.events)
-    found = []
-    for name, step in steps.items():
-        rows: dict[str, list[Bar]] = {row: [] for row in ROWS.values()}
-        for e in logs[name].events:
-            left, width = 100 * (e.start_us - begins[name]) / longest, 100 * e.dur_us / longest
-            rows[ROWS[e.stream]].append(Bar(e.op, e.owner, left, width))
-        found.append(Lanes(name, f"{step.step_us / 1e3:.0f} ms", rows))
-    return found
+def page(mine: Step, theirs: Step) -> str:
+    """Return the page as HTML. It asks for nothing from elsewhere."""
+    return rendered("compare.html", step=mine.name, **shown(mine, theirs))
 
 
 def beside(course: Course, folder: Path) -> str:
