@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hwfsdp.course.findings import Finding
 from hwfsdp.course.machines import MACHINES, WIDE, Program, Step, askers, probe_step
-from hwfsdp.course.ranks import Course
+from hwfsdp.course.ranks import StudentFile
 from hwfsdp.course.text import rendered
 from hwfsdp.files import write_whole
 from hwfsdp.optional_packages import needed_by
@@ -126,24 +126,24 @@ def page(mine: Step, theirs: Step) -> str:
     return rendered("compare.html", step=mine.name, **shown(mine, theirs))
 
 
-def beside(course: Course, folder: Path) -> str:
+def beside(file: StudentFile, folder: Path) -> str:
     """Write the page of a file that the tests have run on a simulated machine. Return words for the terminal, "" without a page.
 
     Args:
         folder: it has the reference, a file of the same name, or a folder below it has. `OURS`: the package.
     """
     found = [
-        path for path in (folder / course.path.name, *folder.glob(f"*/{course.path.name}")) if path.is_file()
+        path for path in (folder / file.path.name, *folder.glob(f"*/{file.path.name}")) if path.is_file()
     ]
-    is_simulated = any(probe_step.__name__ in names for _, names in course.launches)
+    is_simulated = any(probe_step.__name__ in names for _, names in file.launches)
     if not (found or folder == OURS) or not is_simulated:
         return ""
     try:
-        mine = askers(course)["host"](WIDE)
+        mine = askers(file)["host"](WIDE)
         theirs = step_of(found[0].resolve() if found else OURS, WIDE, "host")
     except Finding as finding:
         return f"There is no page beside the reference: {finding}"
-    path, rows = FOLDER / f"{course.path.stem}.html", figures(mine, theirs)
+    path, rows = FOLDER / f"{file.path.stem}.html", figures(mine, theirs)
     write_whole(path, page(mine, theirs))
     lines = [f"  {row.name:<34}{row.mine:>12}{row.theirs:>15}" for row in (Row("", MINE, THEIRS), *rows)]
     return "\n".join([*lines, f"  See it, beside the reference: open {path} in a browser."])
@@ -159,10 +159,10 @@ def step_of(reference: Path, program: Program, machine: str) -> Step:
         if reference == OURS:
             reference = Path(folder, "ours.py")
             reference.write_text("from hwfsdp import fully_shard\n")
-        course = Course(reference, may=("hwfsdp.fully_shard", "hwfsdp"))
+        file = StudentFile(reference, may=("hwfsdp.fully_shard", "hwfsdp"))
         try:
-            if course.refusal:
-                raise course.refusal
-            return askers(course)[machine](program)
+            if file.refusal:
+                raise file.refusal
+            return askers(file)[machine](program)
         finally:
-            course.end()
+            file.end()

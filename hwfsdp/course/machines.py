@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from hwfsdp.core.device_streams import StreamSet
 from hwfsdp.course.facts import Shard, students_shard
 from hwfsdp.course.probing import Report, attempt, simulates
-from hwfsdp.course.ranks import Course
+from hwfsdp.course.ranks import StudentFile
 from hwfsdp.course.failures import SECONDS
 from hwfsdp.course.walls import limit_processor
 from hwfsdp.course.watching import logged, ready
@@ -502,18 +502,18 @@ def _event(fields: dict[str, Any]) -> Event:
     return Event(**values)
 
 
-def askers(course: Course) -> dict[str, Callable[[Program], Step]]:
+def askers(file: StudentFile) -> dict[str, Callable[[Program], Step]]:
     """Return the fixtures that run a step of the student's file, by name of the machine: `gpu(WIDE)`, `host(WIDE)`."""
 
     def asker(machine: str) -> Callable[[Program], Step]:
         def step(program: Program) -> Step:
             name = named(program, machine)
-            found: Any = course.ranks(1).ask(probe_step, name, program=program, machine=machine)
-            if course.asking:
+            found: Any = file.ranks(1).ask(probe_step, name, program=program, machine=machine)
+            if file.asking:
                 return found  # type: ignore[no-any-return]
-            if name not in course.steps:
-                course.steps[name] = Step(program, machine, found[0])
-            return course.steps[name]  # type: ignore[no-any-return]
+            if name not in file.steps:
+                file.steps[name] = Step(program, machine, found[0])
+            return file.steps[name]  # type: ignore[no-any-return]
 
         return step
 

@@ -32,7 +32,7 @@ from hwfsdp.course.progress import remember
 from hwfsdp.files import write_whole
 
 if TYPE_CHECKING:
-    from hwfsdp.course.ranks import Course
+    from hwfsdp.course.ranks import StudentFile
 
 PROBES = "hwfsdp.course.machines"  # ranks import it ahead, with all that probes need
 ASKERS = ("ranks", "held", "gpu", "host", "cluster")  # fixtures that ask ranks
@@ -42,7 +42,7 @@ class Session:
     """What one run of pytest knows about the course.
 
     Attributes:
-        outcomes: by node id without parameters. courses: by path of a student's file.
+        outcomes: by node id without parameters. files: by path of a student's file.
         fatal: by path and exercise, the test that ended the runs of a file; the exercise is "" if it ended all of them.
         titles: title and file of each exercise, by number.
         unread: why files that were handed in are not there.
@@ -57,7 +57,7 @@ class Session:
         unread = config.getoption("unread")
         self.unread: dict[str, str] = json.loads(unread.read_text()) if unread else {}
         self.outcomes: dict[str, Outcome] = {}
-        self.courses: dict[Path, Course] = {}
+        self.files: dict[Path, StudentFile] = {}
         self.fatal: dict[tuple[Path, str], str] = {}
         self.titles: dict[str, tuple[str, Path]] = {}
         self._folders: tempfile.TemporaryDirectory[str] | None = None
@@ -85,11 +85,11 @@ class Session:
         found: list[Path] = [root / name for root in roots if (root / name).exists()]
         return (found or [roots[-1] / name])[0].resolve()
 
-    def course_of(self, item: pytest.Item) -> Course:
-        from hwfsdp.course.ranks import Course
+    def file_of(self, item: pytest.Item) -> StudentFile:
+        from hwfsdp.course.ranks import StudentFile
 
         path, exercises = self.path_of(item), item.path.parent.parent
-        if path not in self.courses:
+        if path not in self.files:
             hidden = [
                 exercises,
                 *(exercises.parent / name for name in ("solutions", "tests", ".git", ".hwfsdp")),
@@ -103,22 +103,22 @@ class Session:
             may = _exercise(item).kwargs.get("may", "").split()
             name = _exercise(item).kwargs["file"]
             unread = self.unread.get(f"{item.path.parent.name}/{name}") or self.unread.get(name, "")
-            self.courses[path] = Course(path, hidden, may, show, unread)
-        return self.courses[path]
+            self.files[path] = StudentFile(path, hidden, may, show, unread)
+        return self.files[path]
 
     def fixtures_of(self, item: pytest.Item) -> dict[str, Any]:
         """Return everything that a test of the course may ask for, by name."""
         from hwfsdp.course.ranks import askers
 
-        seed, course = self.seed_of(item), self.course_of(item)
-        known = {"seed": seed, "submission": course, "measured": lambda of, figures: None}
-        return askers(course, seed) | known | {"folder": self.folder_of(item)}
+        seed, file = self.seed_of(item), self.file_of(item)
+        known = {"seed": seed, "submission": file, "measured": lambda of, figures: None}
+        return askers(file, seed) | known | {"folder": self.folder_of(item)}
 
     def end(self) -> None:
         from hwfsdp.course.walls import remove
 
-        for course in self.courses.values():
-            course.end()
+        for file in self.files.values():
+            file.end()
         if self._folders is not None:
             for folder in Path(self._folders.name).iterdir():
                 remove(folder)
@@ -146,16 +146,16 @@ class _Waiting:
             self._terminal.write(f"\r\033[K{text}")
             self._terminal.flush()
 
-    def count(self, courses: Sequence[Course]) -> None:
+    def count(self, files: Sequence[StudentFile]) -> None:
         """Say from now on how many runs of these files are over."""
         if self._terminal is not None:
-            self._thread = threading.Thread(target=self._count, args=(courses,), daemon=True)
+            self._thread = threading.Thread(target=self._count, args=(files,), daemon=True)
             self._thread.start()
 
-    def _count(self, courses: Sequence[Course]) -> None:
+    def _count(self, files: Sequence[StudentFile]) -> None:
         while not self._over.wait(0.2):
             with suppress(OSError):  # the folder of a run has just gone
-                done, asked = map(sum, zip(*(course.progress() for course in courses)))
+                done, asked = map(sum, zip(*(file.progress() for file in files)))
                 self.say(f"{done} of {asked} runs are over")
 
     def end(self) -> None:
@@ -261,48 +261,48 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # no collection looks at the modules again, also at the end of the process
     gc.enable()
     for item in session.items:
-        if item.get_closest_marker("exercise") is None or known.course_of(item).refusal:
+        if item.get_closest_marker("exercise") is None or known.file_of(item).refusal:
             continue
-        course, given = known.course_of(item), known.fixtures_of(item)
+        file, given = known.file_of(item), known.fixtures_of(item)
         given |= item.callspec.params if hasattr(item, "callspec") else {}
         function: Callable[..., object] = getattr(item, "function")
         names = list(inspect.signature(function).parameters)
         if set(names) <= set(given):
-            course.asking, course.asker = True, str(_exercise(item).args[0])
+            file.asking, file.asker = True, str(_exercise(item).args[0])
             # NotYet, as a rule. Anything else, the test itself will raise again.
             with suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):
                 function(**{name: given[name] for name in names})
-            course.asking = False
-    if known.courses:
+            file.asking = False
+    if known.files:
         import torch
 
         torch.set_num_threads(1)  # models are tiny, and the ranks need the processors
-    for course in known.courses.values():
-        course.begin()
-    if known.courses:
-        known.waiting.count(list(known.courses.values()))
+    for file in known.files.values():
+        file.begin()
+    if known.files:
+        known.waiting.count(list(known.files.values()))
 
 
 # --- Fixtures ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def submission(request: pytest.FixtureRequest) -> Course:
+def submission(request: pytest.FixtureRequest) -> StudentFile:
     """The student's file of this exercise, and its runs in this session."""
     known = request.config.stash[_SESSION]
-    course = known.course_of(request.node)
-    course.asker = str(_exercise(request.node).args[0])
-    for number in ("", course.asker):
-        if by := known.fatal.get((course.path, number)):
-            pytest.skip(f"not run: {by} ended the run of {course.path.name}")
-    if course.refusal:
-        raise course.refusal
-    return course
+    file = known.file_of(request.node)
+    file.asker = str(_exercise(request.node).args[0])
+    for number in ("", file.asker):
+        if by := known.fatal.get((file.path, number)):
+            pytest.skip(f"not run: {by} ended the run of {file.path.name}")
+    if file.refusal:
+        raise file.refusal
+    return file
 
 
 def _asker(name: str) -> Any:
     @pytest.fixture(name=name)
-    def asker(request: pytest.FixtureRequest, submission: Course) -> Any:
+    def asker(request: pytest.FixtureRequest, submission: StudentFile) -> Any:
         return request.config.stash[_SESSION].fixtures_of(request.node)[name]
 
     return asker
@@ -378,8 +378,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         if reference := config.getoption("reference"):
             from hwfsdp.course.compare import beside
 
-            for course in known.courses.values():
-                terminalreporter.write_line(beside(course, reference))
+            for file in known.files.values():
+                terminalreporter.write_line(beside(file, reference))
         if config.getoption("page"):
             config.get_terminal_writer()._file = StringIO()
 
@@ -391,10 +391,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if any(each.status == "error" for each in outcomes):
         session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
     if not session.config.getoption("submission"):  # the files of the course itself
-        judged = {
-            number: known.courses[of] for number, (_, of) in known.titles.items() if of in known.courses
-        }
-        remember(outcomes, {number: (course.path, course.text) for number, course in judged.items()})
+        judged = {number: known.files[of] for number, (_, of) in known.titles.items() if of in known.files}
+        remember(outcomes, {number: (file.path, file.text) for number, file in judged.items()})
     if path:
         digests = {
             of.name: hashlib.sha256(of.read_bytes()).hexdigest()

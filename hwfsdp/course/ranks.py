@@ -1,6 +1,6 @@
 """A student's file on ranks: ask them, and get facts. The file runs only there, behind the walls of the operating system.
 
-    ranks = Course(path).ranks(3)
+    ranks = StudentFile(path).ranks(3)
     found = ranks.train(PLAIN, seed)                      # a list: the facts of each rank
     found = ranks.ask(probe_rows, "rows", seed=seed)      # the same for any probe
 
@@ -11,7 +11,7 @@ data comes back, and nothing of it is ever run.
 Note [Asked ahead]
     A question is asked once in a session, and tests that look at the same run share it. Before the tests run, the plugin calls each of
     them up to where it looks at an answer. So all questions of one number of ranks are known, and one launch answers them, one after
-    the other; those for a simulated machine have a launch of their own. Two launches run at the same time, if they have at most `AT_ONCE`
+    the other; those for a simulated machine have a launch of their own. Two launches run at the same time, if they have at most `RANKS`
     ranks. If a question ends its launch, the next launch begins with the question after it. After a rank that hangs, left or died, the
     questions that only this exercise asked are left out. After `ENDS` such ends of one number of ranks, all other questions are.
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 STILL = 3.0  # seconds in which no rank does anything
 WAIT = 300.0  # seconds of a clock for a launch: the last resort
 ENDS = 3  # of exercises in which ranks hang, leave or die, until the file is given up
-AT_ONCE = 4  # ranks, of all files: more would only wait for processors, and need memory
+RANKS = 4  # at once, of all files: more would only wait for processors, and need memory
 # characters that all ranks of a launch may print; a file that prints cannot reach it (`probing`)
 PRINTED = 1 << 24
 # errors of reading something else than a report
@@ -118,7 +118,7 @@ class Unanswered:
 
 
 class _Room:
-    """Room for `AT_ONCE` ranks. A launch waits until there is room, and a larger one runs alone."""
+    """Room for `RANKS` ranks. A launch waits until there is room, and a larger one runs alone."""
 
     def __init__(self) -> None:
         self._taken, self._changed = 0, threading.Condition()
@@ -126,7 +126,7 @@ class _Room:
     @contextmanager
     def taken(self, ranks: int) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._taken or self._taken + ranks <= AT_ONCE)
+            self._changed.wait_for(lambda: not self._taken or self._taken + ranks <= RANKS)
             self._taken += ranks
         try:
             yield
@@ -139,7 +139,7 @@ class _Room:
 _turns, _room = ThreadPoolExecutor(2), _Room()  # of all files
 
 
-class Course:
+class StudentFile:
     """One student's file, and its runs in this session.
 
     Args:
@@ -178,9 +178,9 @@ class Course:
         return Ranks(self, world_size)
 
     @cached_property
-    def oracle(self) -> Course:
+    def oracle(self) -> StudentFile:
         """Runs without a student's file."""
-        return Course(Path("no file"))
+        return StudentFile(Path("no file"))
 
     def progress(self) -> tuple[int, int]:
         """Return how many questions are answered so far, and how many have been asked."""
@@ -353,8 +353,8 @@ class Course:
 class Ranks:
     """`world_size` ranks that have the student's file."""
 
-    def __init__(self, course: Course, world_size: int) -> None:
-        self.course, self.world_size = course, world_size
+    def __init__(self, file: StudentFile, world_size: int) -> None:
+        self.file, self.world_size = file, world_size
 
     def ask(self, probe: Probe, key: str, **arguments: Any) -> list[Any]:
         """Call `probe(report, **arguments)` on every rank. Return what each rank reported under `key`.
@@ -367,11 +367,11 @@ class Ranks:
         simulated = getattr(probe, "simulated", False)
         question = Question(probe.__module__, probe.__name__, arguments, simulated)
         try:
-            answer = self.course.answer(question, self.world_size)
+            answer = self.file.answer(question, self.world_size)
         except NotYet:
             return Unanswered()  # type: ignore[return-value]
         sys.stdout.write(answer.printed)
-        return answer.facts(key, self.course.path)
+        return answer.facts(key, self.file.path)
 
     def train(self, scenario: Scenario, seed: int) -> list[Any]:
         """Train the model of a scenario. Return the facts of each rank (`facts.trained`)."""
@@ -389,8 +389,8 @@ class Ranks:
         """Train the model of a scenario with torch's FSDP2, without the student's file. Return the facts of each rank."""
         from hwfsdp.course.facts import probe_fsdp2
 
-        oracle = self.course.oracle
-        oracle.asking = self.course.asking
+        oracle = self.file.oracle
+        oracle.asking = self.file.asking
         return Ranks(oracle, self.world_size).ask(probe_fsdp2, scenario.name, seed=seed, scenario=scenario)
 
     def replicate(self, scenario: Scenario, seed: int) -> list[Any]:
@@ -415,16 +415,16 @@ def _key(question: tuple[Any, ...]) -> str:
     return hashlib.sha256(written.getvalue()).hexdigest()
 
 
-def askers(course: Course, seed: int) -> dict[str, Any]:
+def askers(file: StudentFile, seed: int) -> dict[str, Any]:
     """Return the fixtures that ask ranks, by name."""
     from hwfsdp.course import machines
     from hwfsdp.course.facts import probe_held
 
     def held(scenario: Scenario) -> Any:
-        found = course.ranks(1).ask(probe_held, scenario.name, seed=seed, scenario=scenario)
-        return found if course.asking else found[0]
+        found = file.ranks(1).ask(probe_held, scenario.name, seed=seed, scenario=scenario)
+        return found if file.asking else found[0]
 
-    return {"ranks": course.ranks, "held": held} | machines.askers(course)
+    return {"ranks": file.ranks, "held": held} | machines.askers(file)
 
 
 def _environment(folder: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ import pytest
 
 from hwfsdp.course.exercises import find_course
 from hwfsdp.course.findings import MISCONCEPTIONS, Finding
-from hwfsdp.course.ranks import Course, NotYet, askers
+from hwfsdp.course.ranks import NotYet, StudentFile, askers
 from hwfsdp.course.stages import END, stage
 from hwfsdp.launcher.fork_server import start_server
 
@@ -80,7 +80,7 @@ def verdicts(text: str, number: str, only: Collection[str] = (), seed: int = SEE
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / JUDGED[number].file
         path.write_text(text)
-        course, found = Course(path), dict[str, Finding]()
+        course, found = StudentFile(path), dict[str, Finding]()
         known = askers(course, seed) | {
             "seed": seed,
             "submission": course,

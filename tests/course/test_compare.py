@@ -13,7 +13,7 @@ import pytest
 
 from hwfsdp.course import compare, machines, stages
 from hwfsdp.course.machines import WIDE, Step
-from hwfsdp.course.ranks import Course
+from hwfsdp.course.ranks import StudentFile
 from hwfsdp.launcher.fork_server import start_server
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Step, Step
     for upto in ("08", stages.END):
         path = tmp_path_factory.mktemp("file") / "my_fsdp.py"
         path.write_text(stages.stage(MARKED.read_text(), upto))
-        course = Course(path)
+        course = StudentFile(path)
         found.append(machines.askers(course)["host"](WIDE))
         course.end()
     yield found[0], found[1]
@@ -81,4 +81,4 @@ def test_a_run_with_a_reference_prints_the_table_and_names_the_page(tmp_path: Pa
 
 def test_a_file_that_was_not_simulated_has_no_page(tmp_path: Path) -> None:
     (tmp_path / "my_fsdp.py").write_text("")
-    assert compare.beside(Course(tmp_path / "my_fsdp.py"), ROOT / "solutions") == ""
+    assert compare.beside(StudentFile(tmp_path / "my_fsdp.py"), ROOT / "solutions") == ""

@@ -13,7 +13,7 @@ import torch
 
 from hwfsdp.course import failures, ranks
 from hwfsdp.course.findings import Finding
-from hwfsdp.course.ranks import AT_ONCE, Course, NotYet
+from hwfsdp.course.ranks import RANKS, NotYet, StudentFile
 from hwfsdp.errors import RankError
 from hwfsdp.course.walls import descendants, in_force, running, server_pid
 
@@ -23,17 +23,17 @@ from probes_of_tests import probe_answer, probe_attempt, probe_grouped, probe_su
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
-def course(tmp_path: Path, *lines: str, may: str = "") -> Course:
+def course(tmp_path: Path, *lines: str, may: str = "") -> StudentFile:
     """Return the runs of a file whose function `answer(number)` has these lines."""
     path = tmp_path / "theirs" / "my_fsdp.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(
         "\n    ".join(["import torch, time, sys, os\n\n\ndef answer(number):", *lines, "return number\n"])
     )
-    return Course(path, [path.parent], f"os sys {may}".split())
+    return StudentFile(path, [path.parent], f"os sys {may}".split())
 
 
-def told(of: Course, world_size: int = 1, probe: Any = probe_answer) -> Finding:
+def told(of: StudentFile, world_size: int = 1, probe: Any = probe_answer) -> Finding:
     assert of.refusal is None
     with pytest.raises(Finding) as caught:
         of.ranks(world_size).ask(probe, "answer", number=1)
@@ -60,7 +60,7 @@ def test_questions_are_one_question_if_all_numbers_of_their_tensors_are_equal(tm
     assert of.progress()[1] == 2
 
 
-def ask_ahead(of: Course, *asked: tuple[int, int], probe: Any = probe_answer) -> None:
+def ask_ahead(of: StudentFile, *asked: tuple[int, int], probe: Any = probe_answer) -> None:
     """Ask these numbers on so many ranks, and begin the launches."""
     of.asking = True
     for world_size, number in asked:
@@ -116,11 +116,11 @@ def test_a_rank_that_leaves_ends_only_the_questions_of_its_exercise(tmp_path: Pa
 def test_a_launch_that_waits_for_room_is_not_begun_after_the_end(tmp_path: Path) -> None:
     of, said = course(tmp_path, "print('asleep')", "time.sleep(100)"), list[str]()
     of.show = said.append
-    ask_ahead(of, (AT_ONCE, 1), (1, 1))
+    ask_ahead(of, (RANKS, 1), (1, 1))
     while not said:
         time.sleep(0.01)
     of.end()
-    assert of.launches == [(AT_ONCE, ["probe_answer"])]
+    assert of.launches == [(RANKS, ["probe_answer"])]
 
 
 def test_two_launches_run_side_by_side_and_end_their_own_processes_only(tmp_path: Path) -> None:
