@@ -167,7 +167,7 @@ def alike(got, right):
 
 def right_calls(where, calls, whole, part, first):
     """init is called for each row of the part, from the row's own generator. first: the number of the part's first row."""
-    row_shape, earlier = list(whole.shape[1:]), {}
+    row_shape = list(whole.shape[1:])
     rows = whole if whole.ndim else whole.view(1)
     for shape, dtype, kind, *_ in calls:
         if shape != row_shape:
@@ -184,19 +184,10 @@ def right_calls(where, calls, whole, part, first):
         len(calls),
         count,
     )
-    for place, (*_, seed, got) in enumerate(calls):
-        if not torch.equal(got, rows[first + place]):
-            name, words = (
-                "wrong-value",
-                "is not drawn from row_generator of the seed, this name and this number",
-            )
-            if torch.equal(got, rows[place]):
-                name, words = "seed-per-rank", f"gets the numbers of row {place}, as on rank 0"
-            elif seed in earlier:
-                name = "seeds-collide" if torch.equal(got, earlier[seed]) else "one-sequence"
-                words = "is drawn from the generator of an earlier row"
-            raise Finding(name, f"{where} row {first + place} {words}.", rows[first + place], got)
-        earlier.setdefault(seed, got)
+    for number, (*_, got) in enumerate(calls, first):
+        if not torch.equal(got, rows[number]):
+            words = f"row {number} is not drawn from row_generator of the seed, this name and this number"
+            raise Finding("wrong-value", f"{where} {words}.", rows[number], got)
 
 
 def right_part(where, got, part):
