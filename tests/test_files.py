@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import resource
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_python
 from figures import training_log
 
 import hwfsdp
@@ -68,7 +67,7 @@ def test_a_link_stays_a_link_and_a_device_a_device(tmp_path) -> None:
     write_whole(tmp_path / "link.json", "new")
     assert (tmp_path / "link.json").is_symlink() and (tmp_path / "file.json").read_text() == "new"
     code = "from hwfsdp.files import write_whole; from pathlib import Path; write_whole(Path('/dev/stdout'), 'text')"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "text"
+    assert run_python("-c", code).stdout == "text"
 
 
 # modules that write into a folder of their own, or into memory

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +16,7 @@ from torch.distributed.checkpoint import _traverse as torch_traverse
 from torch.distributed.tensor import _utils as torch_layout
 
 import hwfsdp
+from commands import run_python
 from hwfsdp.checkpoint.traverse import traverse_state_dict
 
 # torch has these since 2.13 and since 2.15; hwfsdp has them with every torch
@@ -90,7 +89,7 @@ def test_importing_the_package_and_asking_for_help_do_not_import_torch() -> None
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+    assert run_python("-c", code).returncode == 0
 
 
 PARTS = "dcp distribute meta parts staging state_dict traverse".split()  # of a checkpoint
@@ -110,7 +109,7 @@ from hwfsdp import checkpoint
 assert checkpoint.StateDictStager is checkpoint.staging.StateDictStager
 assert not hasattr(checkpoint, "no_such_name") and not hasattr(hwfsdp, "_no_such_name")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 

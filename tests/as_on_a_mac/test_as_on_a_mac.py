@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from commands import run_python
 from hwfsdp.errors import UsageError
 from hwfsdp.launcher.fork_server import left_to_import, start_method
 from hwfsdp.launcher.supervisor import _seconds
@@ -67,10 +68,7 @@ def test_ranks_are_forks_on_linux_and_new_processes_elsewhere(monkeypatch: pytes
         start_method()
 
 
-def on_a_mac(*command: object, timeout: float = 900) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}"}
-    arguments = [sys.executable, *map(str, command)]
-    return subprocess.run(arguments, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+on_a_mac = functools.partial(run_python, cwd=ROOT, timeout=900, PYTHONPATH=f"{HERE}{os.pathsep}{ROOT}")
 
 
 @pytest.mark.long

@@ -15,19 +15,18 @@ from typing import Any
 
 import pytest
 import torch.version
+from commands import run_python
 
 from hwfsdp.cli.doctor import look_at_packages, look_at_ranks
 
 
-def looked(name: str, *prefix: str, **environ: str) -> dict[str, Any]:
+def looked(name: str, **environ: str) -> dict[str, Any]:
     """Run one look of the doctor in a new process, and return its result.
 
     Standard error must stay empty, except for the warning of `import hwfsdp` about a torch that it does not support.
     """
     code = f"import json; from hwfsdp.cli import doctor; print(json.dumps(doctor.{name}._asdict()))"
-    done = subprocess.run(
-        [*prefix, sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environ
-    )
+    done = run_python("-c", code, **environ)
     warned = "UserWarning: hwfsdp supports torch 2.11 to 2.15, and torch" in done.stderr
     assert done.returncode == 0 and done.stderr.count("\n") == warned, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from commands import run_python
 
 from hwfsdp.cli import build_parser, main
 from hwfsdp.course.exercises import Course, find_course
@@ -88,7 +87,7 @@ def test_the_greeting_names_the_next_step_after_the_steps_already_done(
 def test_the_greeting_does_not_import_torch(course: Course) -> None:
     passed(course, 1)
     code = "import sys; from hwfsdp.cli import main; status = main([]); sys.exit(status or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+    assert run_python("-c", code).returncode == 0
 
 
 def test_help_has_every_verb_below_a_heading(capsys: pytest.CaptureFixture[str]) -> None:

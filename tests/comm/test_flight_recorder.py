@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from commands import run_python
 from hwfsdp import fully_shard, launch, record
 from hwfsdp.collectives import all_gather_flat, reduce_scatter_flat
 from hwfsdp.comm import flight_recorder
@@ -272,9 +271,8 @@ SCRIPT = """
 def test_under_torchrun_the_error_of_each_rank_has_the_table_of_all_even_of_one_that_hangs(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environ = {**os.environ, "TORCH_DISTRIBUTED_DEBUG": "OFF"}
-    subprocess.run([*command, str(script), str(tmp_path)], capture_output=True, timeout=120, env=environ)
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run_python("-m", *torchrun, script, tmp_path, timeout=120, TORCH_DISTRIBUTED_DEBUG="OFF")
     first, second = ((tmp_path / f"skip-{rank}").read_text() for rank in (0, 1))
     assert "\n\nrank 1 called all_gather of '1' where rank 0 called all_gather of '0': " in first
     assert first.split("\n\n")[1] == second.split("\n\n")[1]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 
 import torch
+from commands import run_python
 
 from hwfsdp.core.sharding import (
     Extent,
@@ -47,4 +46,4 @@ def test_shapes_keep_all_dims_but_the_first() -> None:
 
 def test_sharding_needs_no_torch() -> None:
     program = "import sys, hwfsdp.core.sharding; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+    assert run_python("-c", program, timeout=60).returncode == 0

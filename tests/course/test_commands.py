@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 from hwfsdp.course import commands, stages
 from hwfsdp.course.exercises import Course, find_course, read_course
@@ -152,8 +151,7 @@ def test_the_commands_that_run_no_tests_load_neither_torch_nor_pytest(course: Co
 from hwfsdp.course import commands
 commands.list_exercises(False), commands.status(False), commands.hint("3", False), commands.check("3", None, None, False)
 print(*sorted({"torch", "pytest", "numpy", "jinja2"} & set(sys.modules)))"""
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert ran.stdout.splitlines()[-1] == ""
+    assert run_python("-c", script).stdout.splitlines()[-1] == ""
 
 
 # --- Commands ------------------------------------------------------------------------------------------------

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 from hwfsdp.course import compare, machines, stages
 from hwfsdp.course.machines import WIDE, Step
@@ -70,10 +68,7 @@ def test_a_run_with_a_reference_prints_the_table_and_names_the_page(tmp_path: Pa
     (tmp_path / "my_fsdp.py").write_text(stages.stage(MARKED.read_text(), "08"))
     command = ["-m", "pytest", str(ROOT / "exercises" / "08_streams"), "-k", "overlap"]
     command += ["--submission", str(tmp_path), "--reference", str(ROOT / "solutions")]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, *command], cwd=tmp_path, env=environ, capture_output=True, text=True
-    )
+    ended = run_python(*command, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert "open runs/check/my_fsdp.html in a browser" in ended.stdout, ended.stdout
     assert "gathers of the forward travel alone" in ended.stdout
     assert (tmp_path / "runs" / "check" / "my_fsdp.html").exists()

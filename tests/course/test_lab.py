@@ -10,13 +10,12 @@ import functools
 import json
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 from hwfsdp.course import lab, lab_runs
 from hwfsdp.course.findings import Finding
@@ -214,8 +213,8 @@ def test_a_file_that_holds_no_answers_is_an_error_in_one_line(tmp_path: Path) ->
 
 def test_a_file_that_holds_no_answers_is_the_students_mistake(tmp_path: Path) -> None:
     (tmp_path / "answers.toml").write_bytes(BAD_FILES["a mistyped table"])
-    command = ["-m", "pytest", "-q", "exercises/lab", "--submission", str(tmp_path), "-k", "01_flat"]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    command = ["-m", "pytest", "-q", "exercises/lab", "--submission", tmp_path, "-k", "01_flat"]
+    done = run_python(*command, cwd=ROOT)
     assert " answers.toml: expected" in done.stdout, done.stdout
     assert "itself failed" not in done.stdout and done.returncode == 1
 

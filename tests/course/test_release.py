@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from commands import run_python
 
 from hwfsdp.course import release
 from hwfsdp.course.exercises import Course, find_course
@@ -139,7 +138,6 @@ def test_the_edition_is_small_and_its_wheel_lists_and_resets_without_the_reposit
     (out / "exercises" / "my_fsdp.py").write_text("x = 1\n")
     script = """from hwfsdp.course import commands
 commands.list_exercises(False), commands.status(False), commands.reset_exercise("1", False)"""
-    environ = {**os.environ, "PYTHONPATH": str(site)}
-    ran = subprocess.run([sys.executable, "-c", script], cwd=out, env=environ, capture_output=True, text=True)
+    ran = run_python("-c", script, cwd=out, PYTHONPATH=str(site))
     assert ran.returncode == 0, ran.stderr
     assert "exercises/my_fsdp.py is the starter again." in ran.stdout

@@ -10,8 +10,6 @@ import functools
 import io
 import os
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -31,6 +29,7 @@ from torch.distributed.tensor import Shard
 
 import hwfsdp
 import models
+from commands import run_python
 from hwfsdp import launch
 from hwfsdp.errors import RefusedError
 from hwfsdp.train.implementations import sharder
@@ -190,15 +189,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_by(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    options["env"] = {**os.environ, **ALONE, **options.get("env", {})}
-    return subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=300, **options
-    )
-
-
 def said_by(*command: object) -> str:
-    done = run_by(*command)
+    done = run_python(*command, **ALONE)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -219,8 +211,8 @@ def test_a_program_of_torchs_runs_on_ours_unchanged(client: Path, tmp_path: Path
     number, module = launch(as_torchs, 1, timeout=100)[0].split()[:2]
     assert module.startswith("torch.")
     paths = os.pathsep.join([STARTUP, os.environ.get("PYTHONPATH", "")])
-    swapped = run_by("-m", "hwfsdp", "swap", client, "--fail", cwd=tmp_path)
-    by_python = run_by(client, "--fail", cwd=tmp_path, env={"PYTHONPATH": paths})
+    swapped = run_python("-m", "hwfsdp", "swap", client, "--fail", cwd=tmp_path, **ALONE)
+    by_python = run_python(client, "--fail", cwd=tmp_path, PYTHONPATH=paths, **ALONE)
     for done in (swapped, by_python):
         assert (done.returncode, done.stdout) == (1, f"{number} hwfsdp.features.module ['--fail']\n")
     python_s_own = [line for line in by_python.stderr.splitlines() if "<frozen runpy>" not in line]
@@ -270,6 +262,6 @@ assert isinstance(sharded, home.FSDPModule) and home.fully_shard is hwfsdp.fully
 
 def test_a_program_does_not_start_with_torchs_names_if_ours_cannot_be_put_there(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('torch is damaged')")
-    done = run_by("-c", "print('started')", env={"PYTHONPATH": os.pathsep.join([STARTUP, str(tmp_path)])})
+    done = run_python("-c", "print('started')", PYTHONPATH=os.pathsep.join([STARTUP, str(tmp_path)]))
     assert done.returncode != 0 and done.stdout == ""
     assert "hwfsdp swap: torch is damaged" in done.stderr

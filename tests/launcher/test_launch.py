@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from commands import run_python
 from hwfsdp import FSDPError, RankError, UsageError, fully_shard, launch
 from hwfsdp.launcher import supervisor
 from hwfsdp.launcher import launch as launching
@@ -102,9 +103,7 @@ FOREIGN_SERVER = """
 
 def test_ranks_import_what_they_need_if_the_script_has_started_the_server_itself(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(FOREIGN_SERVER))
-    done = subprocess.run(
-        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120
-    )
+    done = run_python(tmp_path / "script.py", timeout=120)
     assert done.stdout == "[True, True]\n", done.stderr
 
 
@@ -287,8 +286,7 @@ NO_DRIVER = """
 
 def test_ranks_can_use_a_gpu_because_their_server_never_counts_gpus() -> None:
     """CUDA refuses to start in a process whose parent asked for the number of GPUs before the fork."""
-    command = [sys.executable, "-c", textwrap.dedent(NO_DRIVER)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_python("-c", textwrap.dedent(NO_DRIVER), timeout=120)
     assert done.returncode == 0, done.stderr
     assert launch(lambda: getattr(torch._C, "_cuda_isInBadFork", bool)(), 1, timeout=60) == [False]
 
@@ -491,9 +489,7 @@ def test_ranks_start_where_temporary_files_lie_in_a_folder_with_a_long_path(
 ) -> None:
     """The path of a Unix socket has at most 107 bytes."""
     (folder := tmp_path / ("long" * 30)).mkdir()
-    command = [sys.executable, script(tmp_path, LONG_PATH.format(begin=begin))]
-    environ = {**os.environ, "TMPDIR": str(folder)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    done = run_python(script(tmp_path, LONG_PATH.format(begin=begin)), TMPDIR=str(folder))
     assert done.returncode == 0 and done.stdout.endswith(f"{folder}\n"), done.stderr
 
 

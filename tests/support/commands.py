@@ -1,9 +1,13 @@
-"""Run the command in tests, and return its output and exit status."""
+"""Run the command, or Python in a new process, and return its output and exit status."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,6 +35,15 @@ def said_by(capsys: pytest.CaptureFixture[str], *args: object) -> Said:
     except SystemExit as stopped:  # argparse
         status = stopped.code  # type: ignore[assignment]
     return Said(status, *capsys.readouterr())
+
+
+def run_python(
+    *arguments: object, cwd: Path | None = None, timeout: float = 600, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments and environment variables."""
+    command = [sys.executable, *map(str, arguments)]
+    how: Any = {"cwd": cwd, "timeout": timeout, "env": os.environ | environ}
+    return subprocess.run(command, capture_output=True, text=True, **how)
 
 
 def assert_refused(said: Said, *parts: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.version
+from commands import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +85,7 @@ def test_setup_takes_the_build_for_the_cpu_if_there_is_no_gpu(checkout: Path) ->
 def test_setup_ends_with_the_build_of_torch_and_the_way_to_another() -> None:
     code = "from hwfsdp.cli.doctor import installed; print(installed())"
     assert code.partition(";")[0] in (ROOT / "Makefile").read_text()
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    said = run_python("-c", code).stdout
     assert f"torch {torch.version.__version__}, built for" in said and "make setup TORCH_SPEC=" in said
 
 

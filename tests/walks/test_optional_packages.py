@@ -6,10 +6,9 @@ The processes here, ranks too, cannot import the packages of the extras.
 from __future__ import annotations
 
 import configparser
+import functools
 import json
 import os
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 import hwfsdp
+from commands import run_python
 from hwfsdp import checkpoint
 from hwfsdp.checkpoint import manifest
 from hwfsdp.optional_packages import EXTRAS, missing
@@ -67,14 +67,7 @@ def light(tmp_path: Path) -> Any:
     """Return a function that runs Python, whose processes cannot import packages of the extras."""
     (tmp_path / "sitecustomize.py").write_text(HIDDEN)
     (tmp_path / "training.py").write_text(TRAINING)
-
-    def run(*args: str) -> subprocess.CompletedProcess[str]:
-        environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-        return subprocess.run(
-            [sys.executable, *args], cwd=tmp_path, env=environ, capture_output=True, text=True
-        )
-
-    return run
+    return functools.partial(run_python, cwd=tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
 
 
 def test_training_recording_and_checkpoints_need_torch_and_numpy_only(light: Any, tmp_path: Path) -> None:

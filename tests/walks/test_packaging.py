@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import hwfsdp
+from commands import run_python
 
 ROOT = Path(__file__).parents[2]
 NOT_COPIED = shutil.ignore_patterns(
@@ -54,8 +55,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trace = folder / "tree" / "exercises" / "lab" / "01_flat_loss" / "runs" / "lab" / "trace.json"
     trace.parent.mkdir(parents=True)
     trace.touch()
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(folder / "tree")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python("-m", "build", "--no-isolation", "--outdir", folder, folder / "tree")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -107,8 +107,7 @@ def test_a_module_that_the_source_no_longer_has_is_not_built(tmp_path: Path) -> 
         shutil.copy(ROOT / name, tree)
     gone.parent.mkdir(parents=True)
     gone.touch()  # by an earlier build
-    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    done = run_python("setup.py", "-q", "build_py", "--build-lib", tmp_path / "lib", cwd=tree)
     assert done.returncode == 0, done.stderr
     assert gone.with_name("__init__.py").exists() and not gone.exists()
 
@@ -180,9 +179,7 @@ def test_the_installed_package_explains_simulates_and_trains(command: str, tmp_p
 
 
 def test_a_checkout_has_its_course_and_needs_no_copy(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "hwfsdp", "course", str(tmp_path / "new")], capture_output=True, text=True
-    )
+    done = run_python("-m", "hwfsdp", "course", tmp_path / "new")
     assert done.returncode == 2 and str(ROOT / "exercises") in done.stderr and not (tmp_path / "new").exists()
 
 

@@ -6,15 +6,14 @@ The oracle of the FSDP2 program is torch: with torch's names, it has no mistakes
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import hwfsdp
+from commands import run_python
 
 pytestmark = pytest.mark.long
 ROOT = Path(hwfsdp.__file__).parents[1]
@@ -153,9 +152,7 @@ def lines_of_pyright(folder: Path) -> Lines:
 
 def said_by(checker: str, arguments: list[str], folder: Path) -> str:
     pytest.importorskip(checker)
-    command = [sys.executable, "-m", checker, *arguments]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environ)
+    done = run_python("-m", checker, *arguments, cwd=folder, PYTHONPATH=str(ROOT), MYPYPATH=str(ROOT))
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return done.stdout
 
