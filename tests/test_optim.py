@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hwfsdp.optim
 import models
 from hwfsdp import UsageError
-from oracles import Training, local_part, ours, unequal
+from oracles import Training, grid, local_part, ours, unequal
 from together import Together
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -48,10 +48,8 @@ LAYOUTS = [  # of 2 ranks
 ]
 
 
-@functools.cache
 def mesh() -> DeviceMesh:
-    """Make the mesh once, because process groups take time to make."""
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return grid((dist.get_world_size(),))
 
 
 def whole(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -245,21 +245,6 @@ def frames_to_collectives() -> dict[str, list[str]]:
     return found
 
 
-def stream_sets() -> int:
-    """Count the sets of streams that a model of several groups makes in two steps."""
-    made: list[StreamSet] = []
-
-    def make() -> StreamSet:
-        made.append(StreamSet(device_streams.HostStream))
-        return made[-1]
-
-    with device_streams.backend("cpu", make):
-        model = sharded_model()
-        for _ in range(2):
-            model(torch.arange(5)).sum().backward()
-    return len(made)
-
-
 def gather_a_copy(transport: Transport, whole: Tensor, part: Tensor, async_op: bool) -> None:
     """Gather in other memory, because the threads of gloo keep their tensors for some moments."""
     copied = torch.empty_like(whole)
@@ -309,7 +294,7 @@ def as_it_is(module: nn.Module) -> list[Any]:
     return [*map(type, module.modules()), *map(id, module.parameters()), hooks]
 
 
-PROGRAMS = (groups_in_memory, frames_to_collectives, stream_sets, adoptions, refuses)
+PROGRAMS = (groups_in_memory, frames_to_collectives, adoptions, refuses)
 
 
 def everything() -> tuple[Both, dict[str, Any]]:

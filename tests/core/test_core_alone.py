@@ -54,10 +54,6 @@ def test_nine_frames_at_most_lead_from_a_hook_of_torch_to_a_collective(found: An
         assert "Transport" in calls[-3] and len(calls) <= 9, calls
 
 
-def test_a_model_makes_its_streams_once_however_many_groups_it_has(found: Any) -> None:
-    assert found["stream_sets"] == 1
-
-
 def test_one_group_is_whole_and_one_on_its_way_while_a_module_computes_on_a_device(found: Any) -> None:
     """The first forward knows no order and gathers nothing ahead. The last block of a pass has no block after it."""
     assert found["groups_in_memory"] == {

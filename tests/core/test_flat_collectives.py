@@ -1,8 +1,7 @@
-"""Many tensors in one buffer: copies against plain loops, scaling against torch's FSDP2, and all of it on ranks."""
+"""Many tensors in one buffer: copies against plain loops, and scaling against torch's FSDP2."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from math import prod
@@ -16,13 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
-import models
-from hwfsdp import FSDPModule
-from hwfsdp.collectives import RingAllGather, RingReduceScatter
 from hwfsdp.core.flat_collectives import copy_in, copy_in_grads, copy_out, mean_over
 from hwfsdp.core.mesh import Axis
 from hwfsdp.features.reductions import SettableReducer
-from oracles import REGROUPING, ROUNDING, Case, Promises, Training, compare
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -169,25 +164,3 @@ def test_means_are_taken_as_fsdp2_takes_them_and_factors_around_a_reduction_make
             by_backend *= replicas if reduce == dist.ReduceOp.AVG else 1
             assert before * after * by_backend == factor
             assert not force_sum or by_backend == 1
-
-
-# --- All the way, on ranks ---------------------------------------------------------------------------------
-
-
-def by_rings(training: Training) -> None:
-    for module in training.model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(RingAllGather())
-            module.set_custom_reduce_scatter(RingReduceScatter())
-    training.steps()
-
-
-PROMISES = Promises()
-PROMISES.add(
-    "a model that communicates by rings trains as by the backend's own",
-    {
-        "averaged": functools.partial(compare, Case(models.uneven, by_rings), ROUNDING, REGROUPING),
-    },
-    ranks=3,
-)
-test_a_promise_is_kept = PROMISES.test()

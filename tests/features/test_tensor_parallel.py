@@ -45,6 +45,7 @@ from oracles import (
     clip,
     differences,
     fresh,
+    grid,
     ours,
     theirs,
     two_steps,
@@ -60,16 +61,7 @@ def without_checks_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
 
 
-@functools.cache
-def mesh_of(shape: Shape) -> DeviceMesh:
-    """Return all ranks as (dp, tp), or as (replicate, shard, tp). Make the mesh once, because process groups take time to make."""
-    names = ("dp", "tp") if len(shape) == 2 else ("replicate", "shard", "tp")
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def data_axes(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes for fully_shard."""
-    return mesh["dp"] if mesh.ndim == 2 else mesh["replicate", "shard"]
+AXES = ("replicate", "shard", "tp")
 
 
 def chunk(tensor: Tensor, parts: int, index: int, dim: int) -> Tensor:
@@ -150,25 +142,10 @@ def cut_sequence(module: nn.Module, tp: DeviceMesh) -> None:
     parallelize_module(module, tp, plan)
 
 
-class Tied(models.Model):
-    """A model whose embedding is also the head."""
-
-    def __init__(self) -> None:
-        super().__init__([models.Block(6, 8, 6)])
-        self.embed = nn.Embedding(11, 6)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    inputs = models.Transformer.inputs
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(super().forward(self.embed(tokens)))
-
-
 def cut_tied(module: nn.Module, tp: DeviceMesh) -> None:
     """Cut embedding and head along the vocabulary. This makes two parameters of one, so tie them again."""
     cut_blocks(module, tp)
-    if isinstance(module, Tied):
+    if isinstance(module, models.Transformer):
         plan = {
             "embed": RowwiseParallel(input_layouts=Replicate()),
             "head": ColwiseParallel(output_layouts=Replicate()),
@@ -189,9 +166,10 @@ def cut_and_shard(
     policy: Policy | None = None,
     **options: Any,
 ) -> nn.Module:
-    cut(module, mesh_of(shape)["tp"])
+    mesh = grid(shape, AXES)
+    cut(module, mesh["tp"])
     mp_policy = package.MixedPrecisionPolicy(**policy or {})
-    return package.fully_shard(module, mesh=data_axes(mesh_of(shape)), mp_policy=mp_policy, **options)
+    return package.fully_shard(module, mesh=mesh[AXES[-len(shape) : -1]], mp_policy=mp_policy, **options)
 
 
 def cut_case(
@@ -211,7 +189,7 @@ CASES: dict[str, Case] = {
     "bf16, sequence parallel": cut_case((1, 2), Sequences, cut_sequence, policy=BF16_FP32),
     "uneven": cut_case((2, 2)),
     "plain norms in one group with cut layers": cut_case((2, 2), Sequences, cut_mlps),
-    "tied embedding": cut_case((2, 2), Tied, cut_tied),
+    "tied embedding": cut_case((2, 2), lambda: models.Transformer(models.Block(6, 8, 6)), cut_tied),
     "sharded along the last dim": cut_case(
         (2, 2), models.even, shard_placement_fn=lambda param: Shard(param.ndim - 1)
     ),
@@ -286,10 +264,10 @@ def fake_layouts() -> list[str]:
     for shape, rank in ((shape, rank) for shape in shapes for rank in range(torch.Size(shape).numel())):
         size = torch.Size(shape).numel()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES[1:])
         model = fresh(Rows)
         cut_rows(model, mesh["tp"])
-        hwfsdp.fully_shard(model, mesh=data_axes(mesh))
+        hwfsdp.fully_shard(model, mesh=mesh["shard"])
         for name, param in model.named_parameters():
             whole, local = plain.get_parameter(name), param.to_local()
             part = part_of(whole, shape, param.placements, mesh.get_coordinate() or ())

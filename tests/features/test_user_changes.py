@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-import models
 from hwfsdp import MixedPrecisionPolicy, StateError, UsageError, fully_shard
 from hwfsdp.errors import WrongTypeError
-from oracles import cpu_mesh, fresh, other_gradients, ours, unsharded, wrap
+from oracles import cpu_mesh, other_gradients, ours, unsharded
 from test_advice import Messages, caught, other_than
 from test_entries import said
 from together import Together
@@ -328,17 +327,6 @@ def requires_grad_that_is_set_while_whole_stays() -> list[bool]:
         found.append(module.weight.requires_grad)
         forwards(module)
     return [*found, module.weight.requires_grad]
-
-
-# --- Forwards that no backward follows ---------------------------------------------------------------------
-
-
-@two.finds([])
-def after_a_forward_without_gradients_the_root_has_its_shards() -> Messages:
-    model = wrap(fresh(models.stem), ours)
-    with torch.inference_mode():
-        model(*model.inputs(4, 0))
-    return [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
 
 
 # --- Parameters that are replaced or deleted ---------------------------------------------------------------

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp, pipelining
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import hwfsdp
 import models
 from hwfsdp import record
-from oracles import BITS, REGROUPING, Trace, differences, fresh
+from oracles import BITS, REGROUPING, Trace, differences, fresh, grid
 from together import Together
 
 four, two = Together(4), Together(2)
@@ -31,10 +31,8 @@ V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # each backward is tw
 COUNTED = ("all_gather", "reduce_scatter", "all_reduce")
 
 
-@functools.cache
-def grid() -> DeviceMesh:
-    """Return the mesh with two ranks for each stage."""
-    return init_device_mesh("cpu", (torch.distributed.get_world_size() // 2, 2), mesh_dim_names=("pp", "dp"))
+def two_for_each_stage() -> DeviceMesh:
+    return grid((torch.distributed.get_world_size() // 2, 2), ("pp", "dp"))
 
 
 def parts(count: int) -> nn.Sequential:
@@ -56,7 +54,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 def sharded(part: Any, library: Any = fsdp, root: bool = True, **options: Any) -> nn.Module:
     """Shard the first block as one group, and the rest of the part as another."""
-    mesh = grid()["dp"]
+    mesh = two_for_each_stage()["dp"]
     for module in (part[0], part) if root else part:
         library.fully_shard(module, mesh=mesh, **options)
     return part  # type: ignore[no-any-return]
@@ -64,12 +62,12 @@ def sharded(part: Any, library: Any = fsdp, root: bool = True, **options: Any) -
 
 def replicated(part: nn.Module) -> nn.Module:
     """Apply torch's `replicate`, which is built on torch's FSDP2."""
-    return replicate(part, mesh=grid()["dp"])
+    return replicate(part, mesh=two_for_each_stage()["dp"])
 
 
 def places(schedule: str) -> list[int]:
     """Return the stages of this rank: one, two in turn, or both ends of a V."""
-    rank, size = grid()["pp"].get_local_rank(), grid()["pp"].size()
+    rank, size = two_for_each_stage()["pp"].get_local_rank(), two_for_each_stage()["pp"].size()
     if schedule in SINGLE:
         return [rank]
     return [rank, 2 * size - 1 - rank] if schedule in V_SHAPED else [rank, rank + size]
@@ -83,7 +81,7 @@ class Run:
 
     def __init__(self, schedule: str, wrap: Callable[..., nn.Module] = sharded, **options: Any) -> None:
         indices = places(schedule)
-        self.last, self.trace = grid()["pp"].size() * len(indices) - 1, Trace()
+        self.last, self.trace = two_for_each_stage()["pp"].size() * len(indices) - 1, Trace()
         whole = fresh(lambda: parts(self.last + 1))
         self.parts = {index: wrap(whole[index], **options) for index in indices}
         made = [self.stage(index) for index in indices]
@@ -99,12 +97,12 @@ class Run:
             index,
             self.last + 1,
             torch.device("cpu"),
-            group=grid().get_group("pp"),
+            group=two_for_each_stage().get_group("pp"),
             **shapes,
         )
 
     def step(self, step: int) -> dict[str, int]:
-        x, y = batch(step, grid()["dp"].get_local_rank())
+        x, y = batch(step, two_for_each_stage()["dp"].get_local_rank())
         with record() as log:
             self.runner.step(*[x] * (0 in self.parts), **({"target": y} if self.last in self.parts else {}))
         for index, part in self.parts.items():
@@ -117,7 +115,7 @@ class Run:
 def unsharded(run: Run) -> Trace:
     """Return the same gradients from the whole model on one rank."""
     trace = Trace()
-    model, ranks = fresh(lambda: parts(run.last + 1)), grid()["dp"].size()
+    model, ranks = fresh(lambda: parts(run.last + 1)), two_for_each_stage()["dp"].size()
     for step in range(STEPS):
         for rank in range(ranks):
             x, y = batch(step, rank)

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import hwfsdp
 import models
@@ -33,6 +32,7 @@ from oracles import (
     compare,
     cpu_mesh,
     fresh,
+    grid,
     ours,
     sharded_modules,
     wrap,
@@ -62,9 +62,7 @@ class Start(NamedTuple):
 
     def model(self) -> models.Model:
         """Return the sharded model with memory, but without weights."""
-        mesh = cpu_mesh()
-        if self.mesh:
-            mesh = init_device_mesh("cpu", self.mesh, mesh_dim_names=("replicate", "shard"))
+        mesh = grid(self.mesh) if self.mesh else cpu_mesh()
         model = wrap(on_meta(self.build), fully_shard, self.how, mesh=mesh, **self.options)
         model.to_empty(device="cpu")
         return model

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from hwfsdp import MixedPrecisionPolicy, UsageError, fully_shard, launch, record
 from hwfsdp.observe.accounting import (
@@ -27,7 +26,7 @@ from hwfsdp.observe.accounting import (
 )
 from hwfsdp.observe.ledger import Ledger
 from models import Model, stem, uneven
-from oracles import fresh, objective, shapes_by_group, wrap
+from oracles import fresh, grid, objective, shapes_by_group, wrap
 
 BF16_IN_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 FP16_GRADIENTS = MixedPrecisionPolicy(reduce_dtype=torch.float16)
@@ -76,8 +75,7 @@ def predicted_groups(case: Case) -> tuple[list[GroupSizes], list[GroupSizes]]:
 def step(case: Case) -> tuple[dict[str, Any], StateBytes]:
     """Take a training step on this rank. Return its recording, and the bytes of the states while the gradients exist."""
     shards = case.shards or dist.get_world_size()
-    grid = (dist.get_world_size() // shards, shards)
-    mesh = init_device_mesh("cpu", grid, mesh_dim_names=("replicate", "shard"))
+    mesh = grid((dist.get_world_size() // shards, shards))
     model = wrap(fresh(case.build), fully_shard, case.how, mesh=mesh, **case.options)
     optimizer = torch.optim.AdamW(model.parameters())
     with record() as log:

@@ -152,10 +152,10 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(Model):
-    """A transformer from integer tokens to logits. Embedding and head are one parameter."""
+    """A model from integer tokens to logits. Embedding and head are one parameter. By default, its blocks make it a transformer."""
 
-    def __init__(self) -> None:
-        super().__init__([TransformerBlock(6, 2) for _ in range(2)])
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__([*blocks] or [TransformerBlock(6, 2) for _ in range(2)])
         self.embed = nn.Embedding(11, 6)
         self.norm = nn.LayerNorm(6)
         self.head = nn.Linear(6, 11, bias=False)

@@ -52,17 +52,6 @@ def test_no_notebook_prints_where_its_author_keeps_the_course() -> None:
         assert re.findall(r"(?<![\w.~])/\w+/[\w./]+\.(?:py|md)", printed) == [], path.name
 
 
-def test_a_notebook_that_is_out_of_step_is_found(tmp_path: Path) -> None:
-    source = tmp_path / "01_x.py"
-    source.write_text("# %%\n1 + 1\n")
-    assert list(TOOL.problems(source)) == ["01_x.ipynb is missing. Run: make notebooks"]
-    notebook = TOOL.read_source(source)
-    TOOL.nbformat.write(notebook, source.with_suffix(".ipynb"))
-    source.write_text("# %%\n1 + 2\n")
-    for part, problem in zip(("not what", "not run", "no picture"), TOOL.problems(source), strict=True):
-        assert part in problem
-
-
 def test_with_an_address_a_notebook_opens_on_a_hosted_one_and_installs_the_package_without_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,31 +107,3 @@ def test_a_kernel_that_cannot_run_a_notebook_names_a_remedy(broken: str, tmp_pat
 
 def test_the_first_cell_can_be_read_by_an_old_python() -> None:
     ast.parse(FIRST, feature_version=(3, 6))
-
-
-FAILING = """
-import torch.distributed as dist
-from hwfsdp import launch
-def step():
-    if dist.get_rank() == 1:
-        raise ValueError("no batch for me")
-    dist.barrier()
-launch(step, 2)
-"""
-HANGING = """
-def step():
-    if dist.get_rank() == 0:
-        dist.barrier()
-    else:
-        while True:
-            pass
-launch(step, 2, timeout=1)
-"""
-
-
-@pytest.mark.long
-def test_a_rank_that_fails_or_hangs_in_a_cell_is_named_and_the_kernel_lives_on() -> None:
-    _, failed, hung, after = shown(FIRST, FAILING, HANGING, "print(launch(dist.get_rank, 2))")
-    assert "rank 1" in failed.lower() and "no batch for me" in failed
-    assert "rank 0" in hung.lower() and "barrier" in hung
-    assert after == "[0, 1]\n"

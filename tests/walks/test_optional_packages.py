@@ -31,33 +31,9 @@ class Hidden:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Hidden())
 """
-TRAINING = """
-import torch, hwfsdp
-from torch import nn
-from hwfsdp import checkpoint, fully_shard, record
-
-class Block(nn.Sequential): pass
-
-def train(path):
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(nn.Linear(6, 5), nn.ReLU()), nn.Linear(5, 3))
-    for module in (*model, model):
-        fully_shard(module)
-    optimizer = hwfsdp.optim.AdamW(model.parameters(), lr=0.1)
-    with record() as log:
-        model(torch.ones(2, 6)).sum().backward()
-        optimizer.step()
-    before = model[1].weight.to_local().clone()
-    checkpoint.save({"model": model.state_dict()}, path)
-    with torch.no_grad():
-        model[1].weight.zero_()
-    checkpoint.load({"model": model.state_dict()}, path)
-    assert torch.equal(model[1].weight.to_local(), before)
-    return sorted({event.op for event in log.collectives()})
-"""
 TRAINED = """
-import sys, hwfsdp.core, training
-print(hwfsdp.launch(training.train, 2, sys.argv[1], timeout=120))
+import sys, hwfsdp.core, first_program
+print(hwfsdp.launch(first_program.train, 2, sys.argv[1], timeout=120))
 assert not {"matplotlib", "PIL", "jinja2", "cloudpickle", "safetensors"} & sys.modules.keys()
 """
 
@@ -66,8 +42,8 @@ assert not {"matplotlib", "PIL", "jinja2", "cloudpickle", "safetensors"} & sys.m
 def light(tmp_path: Path) -> Any:
     """Return a function that runs Python, whose processes cannot import packages of the extras."""
     (tmp_path / "sitecustomize.py").write_text(HIDDEN)
-    (tmp_path / "training.py").write_text(TRAINING)
-    return functools.partial(run_python, cwd=tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    places = (tmp_path, ROOT, ROOT / "tests" / "support")
+    return functools.partial(run_python, cwd=tmp_path, PYTHONPATH=os.pathsep.join(map(str, places)))
 
 
 def test_training_recording_and_checkpoints_need_torch_and_numpy_only(light: Any, tmp_path: Path) -> None:
@@ -89,7 +65,7 @@ def test_commands_without_pictures_need_no_extra(commands: list[str], light: Any
 
 ASKED = """
 import importlib, json, pkgutil
-import hwfsdp, torch, training
+import hwfsdp, torch
 from hwfsdp import checkpoint, launch
 from hwfsdp.checkpoint.convert import convert
 from hwfsdp.errors import FSDPError

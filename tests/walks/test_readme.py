@@ -74,15 +74,6 @@ def test_links_lead_to_files_and_headings_that_exist() -> None:
     assert {name_of(path): links for path in PAGES if (links := broken(path))} == {}
 
 
-def test_a_link_to_a_file_or_a_heading_that_is_not_there_is_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# One `name`, two\n\n[a](page.md#one-name-two) [b](#three) [c](gone.md) ![d](gone.png) [e](https://x.y)\n"
-        '<img alt="f" src="gone.svg">\n\n```sh\n# three\n[g](gone.too)\n```\n'
-    )
-    assert broken(page) == ["#three", "gone.md", "gone.png", "gone.svg"]
-
-
 # --- The tree ----------------------------------------------------------------------------------------------
 
 
