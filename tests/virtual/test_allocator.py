@@ -38,26 +38,6 @@ def test_a_storage_counts_once_until_its_last_view_is_gone_and_the_peak_from_the
     del kept, more
 
 
-def test_a_new_storage_at_the_address_of_an_old_one_is_another() -> None:
-    """Addresses return soon if storages of one size are made and released."""
-    allocator = Allocator()
-    for number in range(1, 50):
-        tensor = seen(allocator, 64 * number)
-        allocator.name(tensor.untyped_storage(), "sharded_param" if number % 2 else "sharded_grad")
-        assert allocator.allocated == 64 * number
-        del tensor
-        assert allocator.allocated == 0
-    assert allocator.peak_by_kind() == {"sharded_param": 64 * 49}
-
-
-def test_a_name_counts_from_the_beginning_and_unnamed_memory_is_an_activation() -> None:
-    allocator = Allocator()
-    tensors = [seen(allocator, nbytes) for nbytes in (100, 20, 3)]
-    allocator.name(tensors[0].untyped_storage(), "sharded_param")
-    allocator.name(tensors[1].untyped_storage(), "sharded_grad")
-    assert allocator.peak_by_kind() == {"sharded_param": 100, "sharded_grad": 20, ACTIVATION: 3}
-
-
 NAME, NBYTES = st.integers(0, 9), st.integers(1, 4 * MIB) | st.just(0)
 
 
