@@ -128,12 +128,15 @@ def show_collective(kind: str, group: dist.ProcessGroup, output: Tensor, input: 
     """Let dispatch modes, if there are any, see a collective that no backend of torch runs.
 
     Args:
-        kind: "all_gather" or "reduce_scatter". output: gets undefined values.
+        kind: "all_gather" or "reduce_scatter". output: gets undefined values. If it repeats one element, the modes see another tensor.
 
     torch has a fake process group for its own tests. It dispatches the operator, and moves nothing.
     """
     if not torch._C._len_torch_dispatch_stack():
         return
+    if not output.is_contiguous():
+        with unseen_by_modes():
+            output = output.new_empty(output.shape)
     fake: Any = torch._C._distributed_c10d.FakeProcessGroup._create_internal(group.rank(), group.size())
     dispatching: Any = dist.ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
     dispatching._register_backend(output.device, dist.ProcessGroup.BackendType.CUSTOM, fake)

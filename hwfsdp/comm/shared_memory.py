@@ -8,7 +8,8 @@ waits for the messages of the others, and reads their parts:
     rank 1   copy-in a1 | tell | compute …         | wait | read a0
 
 The backend's own collectives copy each byte into the network stack and out again, in threads that compete with
-compute for the cores. Here the rank itself copies each byte once (figures: docs/performance.md).
+compute for the cores. Here the rank itself copies each byte once (figures: docs/performance.md). A large gather copies nothing:
+the copy-out reads the parts where they are (`SharedRows`).
 
 Note [Words]
     A message is a record of fixed size (`_Record`): the number of the collective, its kind, and the place of its bytes. It
@@ -99,11 +100,15 @@ class Transfer(dist.Work):
                 except BaseException as error:
                     self._error = error
                     raise
-                finally:  # this rank needs nothing more
-                    self._neighbors.over(self._number, self._acknowledge)
+                finally:
+                    self._end()
             if self._future is not None:
                 self._future.set_result(None)
         return True
+
+    def _end(self) -> None:
+        """Note that this rank needs nothing more. The caller holds the lock."""
+        self._neighbors.over(self._number, self._acknowledge)
 
     def get_future(self) -> torch.futures.Future[None]:
         """Return a future that is done when `wait` has returned. Call this before `wait`."""
@@ -113,6 +118,24 @@ class Transfer(dist.Work):
     def __del__(self) -> None:
         if self._read is not None:
             self._neighbors.drop(self._number)
+
+
+class SharedRows(Transfer):
+    """A gather that copies nothing: each rank reads the others' parts where they are.
+
+    Attributes:
+        rows: after `wait`, the part of each rank, [1, n]. It stays as it is until this object is gone.
+    """
+
+    def __init__(self, neighbors: Neighbors, number: int, row_of: Callable[[int], Tensor]) -> None:
+        self.rows: list[Tensor] = []
+        super().__init__(neighbors, number, lambda: self.rows.extend(map(row_of, range(neighbors.size))))
+
+    def _end(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        self._neighbors.release(self._number)
 
 
 def over(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
@@ -174,7 +197,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, options: Any = None) -> Transfer:
         """Gather every rank's `input` [n] into `output` [W * n], in rank order. The input may be a part of the output.
 
-        Both are contiguous. Do not write to the input after this call.
+        Both are contiguous. Do not write to the input after this call. If `output` repeats one
+        element, nothing is copied: the work is a `SharedRows`.
         """
         compat.show_collective("all_gather", self, output, input, options)
         return self.neighbors.all_gather(output, input)
@@ -269,6 +293,14 @@ class Neighbors:
         call, nbytes = _code(0, input.dtype), input.nbytes
         member = here.issuing or _NO_GROUP
         number = self._tell(call, input, member.identity)
+        if output.stride() == (0,):
+
+            def row_of(rank: int) -> Tensor:
+                is_own = rank == self.rank
+                part = input if is_own else self._part(rank, number, call, member, nbytes, 0, input)
+                return part[None]
+
+            return SharedRows(self, number, row_of)
         rows = output.view(self.size, -1)
         if rows[self.rank].data_ptr() != input.data_ptr():
             rows[self.rank].copy_(input)
@@ -384,6 +416,14 @@ class Neighbors:
         """Note that nobody will wait for a collective: now, or later if a thread is using this group."""
         self._dropped.append(number)
         self.catch_up()
+
+    def release(self, number: int) -> None:
+        """Note that this rank has read a collective, as `drop`. The next record tells it to the others."""
+        if self.lock.acquire(blocking=False):
+            self.over(number)
+            self.lock.release()
+        else:
+            self._dropped.append(number)
 
     def _note_dropped(self) -> None:
         """Note that nobody will wait for the collectives that were dropped meanwhile."""

@@ -32,6 +32,9 @@ from hwfsdp.errors import CollectiveError
 
 Group = dist.ProcessGroup | None
 _NO_GROUP = Member()
+LEAST_READ_IN_PLACE = (
+    2**19
+)  # bytes of a part; for smaller ones, W copy-outs take longer than a copy and one copy-out
 
 
 class Buffers:
@@ -280,6 +283,26 @@ class GroupTransport(Transport):
         with IssuedCall(purpose, self.name, member=self.member):
             buffer: Tensor = make((numel,), dtype=dtype, device=self.device)
         return buffer
+
+    def allocate_for_gather(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Make the buffers of a gather. If the ranks read each other's `part` in place, `whole` repeats its first element."""
+        if self.ranks.size == 1 or not self._reads_in_place(numel * dtype.itemsize):
+            return super().allocate_for_gather(numel, dtype)
+        part = self.allocate("all_gather", numel, dtype)
+        return part[:1].expand(self.ranks.size * numel), part
+
+    def _reads_in_place(self, nbytes: int) -> bool:
+        """True if a gather of parts of this size copies nothing: each rank reads the others' parts where they are."""
+        is_large = nbytes >= LEAST_READ_IN_PLACE
+        return (
+            is_large
+            and isinstance(self.gather, DefaultAllGather)
+            and self.gather.shares_memory(self.ranks.group, self.device)
+        )
+
+    def rows(self, whole: Tensor, work: Work | None) -> list[Tensor]:
+        shared = work._work if isinstance(work, IssuedCall) else None
+        return shared.rows if isinstance(shared, shared_memory.SharedRows) else super().rows(whole, work)
 
     def _call(self, op: str, whole: Tensor, group: Group) -> IssuedCall:
         """Note that this rank calls a collective now."""

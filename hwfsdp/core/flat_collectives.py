@@ -9,6 +9,8 @@ A collective has a fixed cost, so a group's parameters travel together in one fl
     copy-in     each gradient, cut into rank chunks, into a flat buffer                      (compute stream)
     reduce-scatter; the shards' gradients are views of the result, unless they are cast      (reduce-scatter stream)
 
+Ranks that share memory may leave out the flat buffer of a gather: each copies out of the parts of the others (`Transport.rows`).
+
 In the flat buffer of a gather, rank is the outer index and parameter the inner one. The memory of the parameters needs the
 opposite: parameter outside, rank inside. The copy-out of a gather does this transposition, and so does the copy-in of a reduction:
 
@@ -44,7 +46,7 @@ from hwfsdp.core.observer import made, moment
 from hwfsdp.core.sharding import chunk_length, padded_local_numel
 
 if TYPE_CHECKING:
-    from hwfsdp.core.device_streams import Stream, StreamEvent, StreamSet
+    from hwfsdp.core.device_streams import Stream, StreamEvent, StreamSet, Work
     from hwfsdp.core.mesh import Transport
 
 _chunk_numel = functools.cache(padded_local_numel)  # the same shapes in every step
@@ -57,12 +59,14 @@ class Gathering(NamedTuple):
     """A gather in flight.
 
     Attributes:
-        flat: [W, n]; row r is the part of rank r. It is uint8 if the tensors' dtypes differ.
-        sizes: for each tensor, the number of its elements in a row; they sum to n.
-        done: the event after which `flat` is complete.
+        flat: [W * n], the parts of all ranks. It is uint8 if the tensors' dtypes differ. work, transport: what moves the bytes.
+        sizes: for each tensor, the number of its elements in a part; they sum to n.
+        done: the event after which the gather is over.
     """
 
     flat: Tensor
+    work: Work | None
+    transport: Transport
     sizes: list[int]
     done: StreamEvent
 
@@ -82,15 +86,16 @@ def all_gather(
     ranks, own = transport.ranks, sum(sizes)
     with moment("all_gather", transport):
         with streams.copy.run():
-            flat = made(transport.allocate("all_gather", ranks.size * own, dtype))
-            part = flat.narrow(0, ranks.rank * own, own)
+            flat, part = transport.allocate_for_gather(own, dtype)
+            made(flat)
             with moment("copy_in", transport, "copy", shards, (part,)):
                 copy_in(shards, dtypes, part, sizes)
         streams.all_gather.wait(streams.copy.record())
         with streams.all_gather.run():
-            if ranks.size > 1:
-                streams.all_gather.add(transport.all_gather(flat, part, streams.all_gather.is_host))
-        return Gathering(flat.view(ranks.size, -1), sizes, streams.all_gather.record())
+            is_host = streams.all_gather.is_host
+            work = transport.all_gather(flat, part, is_host) if ranks.size > 1 else None
+            streams.all_gather.add(work)
+        return Gathering(flat, work, transport, sizes, streams.all_gather.record())
 
 
 def copy_in(
@@ -109,15 +114,20 @@ def copy_in(
         private_torch.copy_each(part.split(list(sizes)), shards)
 
 
-def copy_out(flat: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor]) -> None:
-    """Copy each tensor's columns of a gather's buffer to that tensor's own memory.
+def copy_out(rows: Sequence[Tensor], sizes: Sequence[int], wholes: Sequence[Tensor]) -> None:
+    """Copy each tensor's columns of gathered rows to that tensor's own memory.
 
     Args:
-        flat: [W, n]; row r has rank r's parts of all tensors, end to end. Compute has waited for it.
+        rows: one tensor [W, n], or W tensors [1, n]; row r has rank r's parts of all tensors, end to end. Compute has waited for them.
         wholes: one for each tensor, [W, *rest], with any strides. Its row r becomes the part of rank r. If the dtypes of `wholes`
-            differ, `flat` is uint8 and holds bytes. A piece of `flat` may begin at an odd byte, so `wholes` are viewed as bytes,
+            differ, `rows` are uint8 and hold bytes. A piece of a row may begin at an odd byte, so `wholes` are viewed as bytes,
             too.
     """
+    if len(rows) > 1:
+        for row, *targets in zip(rows, *[whole.split(1) for whole in wholes], strict=True):
+            copy_out([row], sizes, targets)
+        return
+    flat = rows[0]
     if flat.dtype == torch.uint8:
         wholes = [whole.view(torch.uint8) for whole in wholes]
     if all([whole.is_contiguous() for whole in wholes]):

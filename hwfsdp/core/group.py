@@ -140,7 +140,8 @@ class ParamGroup:
             gathering, self._gathering = self._gathering, None
             wholes = [memory for param in self.params for memory in param.allocate_whole()]
             with moment("copy_out", self.transport, "compute", (gathering.flat,), wholes):
-                flat_collectives.copy_out(gathering.flat, gathering.sizes, wholes)
+                rows = gathering.transport.rows(gathering.flat, gathering.work)
+                flat_collectives.copy_out(rows, gathering.sizes, wholes)
             for param in self.params:
                 param.to_unsharded()
             self.is_unsharded = True

@@ -132,9 +132,18 @@ class Transport:
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def allocate_for_gather(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return `whole` [W * n] and this rank's `part` [n] for `all_gather`, contents undefined. Here `part` is a view of `whole`."""
+        whole = self.allocate("all_gather", self.ranks.size * numel, dtype)
+        return whole, whole.narrow(0, self.ranks.rank * numel, numel)
+
     def all_gather(self, whole: Tensor, part: Tensor, async_op: bool) -> Work | None:
-        """Fill `whole` [W * n] with every rank's `part` [n], in rank order. This rank's `part` is a view of its place in `whole`."""
+        """Gather every rank's `part` [n]; `rows` returns the result. Both tensors are from `allocate_for_gather`."""
         return all_gather_single(whole, part, self.ranks.group, async_op)
+
+    def rows(self, whole: Tensor, work: Work | None) -> list[Tensor]:
+        """Return the result of an `all_gather` that is over: the parts in rank order, as one tensor [W, n] or W tensors [1, n]."""
+        return [whole.view(self.ranks.size, -1)]
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, operation: Any, async_op: bool) -> Work | None:
         """Set `part` [n] to this rank's part of the reduction of every rank's `whole` [W * n]."""

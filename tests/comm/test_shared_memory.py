@@ -25,7 +25,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from hwfsdp import fully_shard, launch
 from hwfsdp.collectives import DefaultAllGather
 from hwfsdp.comm import shared_memory
-from hwfsdp.comm.shared_memory import SharedMemoryGroup
+from hwfsdp.comm.shared_memory import SharedMemoryGroup, SharedRows
 from hwfsdp.compat import all_gather_single, reduce_scatter_single
 from together import Together, run_all
 
@@ -135,6 +135,26 @@ def blocks_written_before_all_have_read_them() -> list[str]:
     return wrong
 
 
+def parts_written_while_others_read_them_in_place() -> list[str]:
+    """Read rows when later gathers are over whose parts are allocated anew. Return wrong rows, and the blocks if they are not used again."""
+    group = fresh_group()
+    world_size, rank, wrong = dist.get_world_size(), dist.get_rank(), []
+    held: list[tuple[int, dist.Work]] = []
+    for step in range(36):
+        part = shared_memory.allocate((100,), torch.float32).fill_(100 * step + rank)
+        held.append((step, gather(part[:1].expand(100 * world_size), part, group)))
+        del part
+        held[-1][1].wait()
+        if len(held) > 5:
+            before, work = held.pop(0)
+            assert isinstance(work, SharedRows)
+            found = [row.tolist() for row in work.rows]
+            if found != [[[100.0 * before + r] * 100] for r in range(world_size)]:
+                wrong.append(f"gather {before}: {found}")
+            del work
+    return wrong + ([f"{blocks()} blocks"] if blocks() > 12 else [])
+
+
 def groups_that_mix() -> list[str]:
     """Use the group of the first and the last rank and the group of all ranks, in turn."""
     group = fresh_group()
@@ -149,7 +169,13 @@ def groups_that_mix() -> list[str]:
     return found
 
 
-AS_GLOO = (unequal_reductions, unequal_gathers, blocks_written_before_all_have_read_them, groups_that_mix)
+AS_GLOO = (
+    unequal_reductions,
+    unequal_gathers,
+    blocks_written_before_all_have_read_them,
+    parts_written_while_others_read_them_in_place,
+    groups_that_mix,
+)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])  # the order of a sum matters from 4 on

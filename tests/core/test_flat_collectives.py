@@ -59,7 +59,7 @@ def test_a_gather_is_cast_and_spread_so_that_each_parameter_has_its_shards_in_ra
         == shards[-1][-1].to(dtypes[-1]).tolist()
     )
     wholes = [torch.zeros(world_size, n, dtype=d) for n, d in zip(sizes, dtypes, strict=True)]
-    copy_out(flat, columns, wholes)
+    copy_out([flat], columns, wholes)
     for i, whole in enumerate(wholes):
         assert same_bits(whole, torch.stack([of_rank[i] for of_rank in shards]).to(dtypes[i]))
 

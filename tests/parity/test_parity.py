@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
 import models
 from hwfsdp import FSDPCommContext
+from hwfsdp.comm import transport
 from hwfsdp.core.device_streams import DeviceStream, StreamSet, backend
 from models import ZOO
 from oracles import (
@@ -24,6 +26,7 @@ from oracles import (
     Training,
     accumulate,
     backward_twice,
+    by_columns,
     clip,
     compare,
     evaluate_in_the_middle,
@@ -55,6 +58,12 @@ def input_gradient(training: Training) -> None:
     training.keep_params()
 
 
+def read_in_place(training: Training) -> None:
+    """Train with gathers that copy nothing, however small they are."""
+    with mock.patch.object(transport, "LEAST_READ_IN_PLACE", 1):
+        evaluate_in_the_middle(training)
+
+
 def frozen_in_bf16() -> models.Model:
     """Put parameters of two dtypes into one group. This is allowed if all trainable parameters have the same dtype."""
     model = models.Transformer()
@@ -78,6 +87,11 @@ SCENARIOS: dict[str, Case] = {
     ),
     "bf16, output fp16": Case(models.Structured, options={"policy": OUTPUT_IN_FP16}),
     "frozen in another dtype": Case(frozen_in_bf16, how="root"),
+    "gathers read in place": Case(models.Transformer, read_in_place, "nested"),
+    "gathers read in place, columns": Case(
+        models.even, read_in_place, options={"shard_placement_fn": by_columns}
+    ),
+    "gathers read in place, two dtypes": Case(frozen_in_bf16, read_in_place, "root"),
 }
 
 # --- Every model, and every way to train -------------------------------------------------------------------
@@ -97,6 +111,7 @@ for _ranks, _wrapped in WRAPPED.items():
         not_fsdp2=("parameters without elements",),  # FSDP2 cannot train them
         not_plain=(
             "frozen in another dtype",  # which rounds
+            "gathers read in place, two dtypes",
             "normalized, blocks",  # batch normalization sees the rows of its own rank only
             "several roots, one runs twice",  # no group has stem and head: their gradients are local
         ),
