@@ -9,7 +9,7 @@ rank goes on to the next step.
     share = agreement.step("plan", work=describe_mine, decide=divide)      # on every rank
     agreement.step("write", work=lambda: write(share), decide=commit)
 
-Messages are JSON. They go point to point over gloo, with a tag that belongs to this agreement alone, so that they never
+Messages are JSON. They go point to point over gloo, with a tag that belongs to this step alone, so that they never
 meet the collectives that training runs at the same time in another thread.
 
 Note [A star, not a ring]
@@ -25,10 +25,9 @@ Note [Who is late]
     they would blame the leader for its waiting. A leader that was away for longer than the others wait finds all reports, but
     the others are gone. Then it must not decide.
 
-Note [One message after another]
+Note [A tag for each step]
     Each message is sent as two: its size, then its bytes. After a step has failed, ranks go on to the next step while messages
-    of the failed step still travel. If two threads sent to one rank at the same time, or listened to one rank, they would mix
-    the halves of two messages. So each thread waits for the thread before it.
+    of the failed step still travel. So each step has a tag of its own: nobody takes a late message for one of the next step.
 
 Note [Sends that never end]
     A send may be the first to notice that a rank has died. gloo then marks the connection as broken, but does not end this
@@ -47,7 +46,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import count, cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +60,7 @@ from hwfsdp.errors import CheckpointError, FSDPError, UnsupportedError, in_one_l
 
 Decide = Callable[[list[Any]], Sequence[Any] | None]  # the reports of all ranks → an answer for each
 
-_FIRST_TAG, _TAGS = 1 << 30, 1 << 20  # far from the tags that users choose
+_FIRST_TAG, _TAGS, _STEPS = 1 << 30, 1 << 20, 8  # far from the tags that users choose; tags of each agreement
 _NO_MESSAGE = _FIRST_TAG - 1  # no message has this tag
 _SOON = 0.2  # seconds that the leader waits for an answer to go out before it tests the connection
 _FAREWELL = 2.0  # seconds that the leader waits for ranks that may not listen
@@ -101,10 +100,6 @@ class Agreement:
         """
         self.what = what
         self.rank, self.size, self.alone = 0, 1, group is ALONE or not dist.is_initialized()
-        self._inbox: queue.SimpleQueue[tuple[int, Any, float]] = queue.SimpleQueue()  # rank, message, when
-        self._failed = threading.Event()
-        self._listeners: dict[int, threading.Thread] = {}  # by rank: the newest thread that listens to it
-        self._senders: dict[int, threading.Thread] = {}  # by rank: the newest thread that sends to it
         if not self.alone:
             group = group if group is not None else dist.group.WORLD
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -115,7 +110,8 @@ class Agreement:
             assert group is not None
             link = link_of(group)
             self._carrier = link.carrier or group
-            self._tag = _FIRST_TAG + next(link.numbers) % _TAGS
+            first = _FIRST_TAG + next(link.numbers) % _TAGS * _STEPS
+            self._tags = cycle(range(first, first + _STEPS))
             self._patience = timeout_of(group)
 
     def step(self, phase: str, work: Callable[[], Any], decide: Decide | None = None) -> Any:
@@ -131,8 +127,10 @@ class Agreement:
             FSDPError: the error of the first rank that failed, the same on all ranks. It is a `CheckpointError` if a rank died,
                 if a rank did not report in time, or if the rank's error is not an error of this package.
         """
-        self._failed = threading.Event()  # new: a late listener may still set the old one
         self._place = f"{self.what}, {phase}"
+        # new for each step: a late listener still has the old ones
+        self._failed = threading.Event()
+        self._inbox: queue.SimpleQueue[tuple[int, Any, float]] = queue.SimpleQueue()  # rank, message, when
 
         def choose(reports: list[Any]) -> Sequence[Any]:
             return (decide(reports) if decide else None) or [None] * self.size
@@ -140,6 +138,7 @@ class Agreement:
         if self.size == 1:
             answer = self._attempt(lambda: choose([_as_sent(work())])[0])
         else:
+            self._tag = next(self._tags)  # Note [A tag for each step]
             answer = self._lead(work, choose) if self.rank == 0 else self._follow(work)
         if "error" in answer:
             raise _restored(answer["error"]) from answer.get("cause")
@@ -176,7 +175,7 @@ class Agreement:
     # --- The leader ------------------------------------------------------------------------------------------
 
     def _lead(self, work: Callable[[], Any], choose: Callable[[list[Any]], Sequence[Any]]) -> dict[str, Any]:
-        self._inbox, self._waiting_since = queue.SimpleQueue(), math.inf
+        self._waiting_since = math.inf
         for rank in range(1, self.size):
             self._listen(rank)
         reports = {0: self._attempt(lambda: _as_sent(work()))}
@@ -227,7 +226,6 @@ class Agreement:
     # --- The others ------------------------------------------------------------------------------------------
 
     def _follow(self, work: Callable[[], Any]) -> dict[str, Any]:
-        self._inbox = queue.SimpleQueue()
         self._listen(0)
         report = self._attempt(lambda: _as_sent(work()))
         self._send(0, report)
@@ -258,14 +256,15 @@ class Agreement:
     def _listen(self, rank: int) -> None:
         """Start a thread that puts the next message of a rank into the inbox, or the exception that reports its death."""
         args = (self._carrier, rank, self._tag, self._inbox, self._failed)
-        self._listeners[rank] = go_after(self._listeners.get(rank), hear, *args)
+        threading.Thread(target=hear, args=args, daemon=True).start()
 
     def _send(self, rank: int, message: dict[str, Any]) -> threading.Thread:
         """Start a thread that sends a message to a rank; return the thread."""
         message = {key: value for key, value in message.items() if key != "cause"} | {"in": self._place}
         args = (self._carrier, rank, self._tag, bytearray(json.dumps(message).encode()))
-        self._senders[rank] = go_after(self._senders.get(rank), tell, *args)
-        return self._senders[rank]
+        sender = threading.Thread(target=tell, args=args, daemon=True)
+        sender.start()
+        return sender
 
 
 def check_alike(listings: list[Any], remedy: str) -> None:
@@ -303,19 +302,6 @@ def _restored(description: dict[str, Any]) -> FSDPError:
 
 
 # --- The connection between two ranks ----------------------------------------------------------------------
-
-
-def go_after(earlier: threading.Thread | None, do: Callable[..., None], *args: Any) -> threading.Thread:
-    """Start a thread that calls `do` as soon as the earlier thread has ended. See note [One message after another]."""
-
-    def go() -> None:
-        if earlier is not None:
-            earlier.join()
-        do(*args)
-
-    thread = threading.Thread(target=go, daemon=True)
-    thread.start()
-    return thread
 
 
 def tell(group: dist.ProcessGroup, rank: int, tag: int, message: bytearray) -> None:

@@ -198,8 +198,7 @@ class _Saving:
         described = []
         for key, (path, value) in self.entries.items():
             # DCP writes keys of dicts as str, and positions in lists as int.
-            lists = [isinstance(containers[path[:n]], list) for n in range(len(path))]
-            tree = [step if in_list else str(step) for step, in_list in zip(path, lists)]
+            tree = [k if isinstance(containers[path[:n]], list) else str(k) for n, k in enumerate(path)]
             described.append({"path": [key], "tree": tree})
             if isinstance(value, Tensor):
                 check_data(path, value)

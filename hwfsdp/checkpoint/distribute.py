@@ -23,7 +23,7 @@ import copy
 import pickle
 from collections.abc import Callable, Collection, Iterable, MutableMapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,13 +41,7 @@ from hwfsdp.compat import device_types, dtensor, is_sharded_tensor
 from hwfsdp.errors import StateError
 from hwfsdp.layout.extents import shard_of
 
-Plan = dict[KeyPath, Any]  # by path: a TensorEntry, an EmptyContainer, or the value itself
-
-
-class EmptyContainer(NamedTuple):
-    """A container without entries, of this type."""
-
-    type_name: str
+Plan = dict[KeyPath, Any]  # by path: a TensorEntry, the value itself, or {} for any empty container
 
 
 @torch.no_grad()
@@ -90,11 +84,11 @@ def broadcast_state_dict(
     plan = _send_plan(agreement, full_state_dict if is_source else None, pg)
     source = dict(leaves_of(full_state_dict)) if is_source else {}
 
-    def compare() -> list[list[int]]:
-        check_plan(plan, local_state_dict, allow_cast)
-        return ties_in(plan, local_state_dict)
-
-    agreement.step("comparing", compare, lambda ties: check_ties(plan, source, chain(*ties)))
+    agreement.step(
+        "comparing",
+        lambda: check_plan(plan, local_state_dict, allow_cast),
+        lambda ties: check_ties(plan, source, chain(*ties)),
+    )
     device = torch.device(device)
     # The source sends its tensors from where they are, or from a copy of one at a time.
     sizes = [0 if is_source else info.nbytes for info in plan.values() if isinstance(info, TensorEntry)]
@@ -130,9 +124,8 @@ def distribute_state_dict(
         UsageError, UnsupportedError: as `broadcast_state_dict`, but only on this rank. Nothing was changed.
     """
     plan = _plan_of(full_state_dict)
-    check_plan(plan, local_state_dict, allow_cast)
     source = dict(leaves_of(full_state_dict))
-    check_ties(plan, source, ties_in(plan, local_state_dict))
+    check_ties(plan, source, check_plan(plan, local_state_dict, allow_cast))
     _fill(plan, local_state_dict, lambda path: source[path].detach(), torch.device(device), cpu_offload=False)
     _add_missing(full_state_dict, local_state_dict)
 
@@ -144,7 +137,7 @@ def _plan_of(full_state_dict: dict[Any, Any]) -> Plan:
     plan: Plan = {}
     for path, value in leaves_of(full_state_dict):
         if not isinstance(value, Tensor):
-            plan[path] = value if items_of(value) is None else EmptyContainer(type(value).__name__)
+            plan[path] = value if items_of(value) is None else {}
             continue
         check_data(path, value)
         if isinstance(value, DTensor) or value.layout != torch.strided:
@@ -184,10 +177,13 @@ def _check_pickles(plan: Plan) -> None:
 # --- Agree -------------------------------------------------------------------------------------------------
 
 
-def check_plan(plan: Plan, local_state_dict: dict[Any, Any], allow_cast: bool) -> None:
+def check_plan(plan: Plan, local_state_dict: dict[Any, Any], allow_cast: bool) -> list[list[int]]:
     """Raise an error unless each entry of the plan fits this rank's entry at the same path, if there is one.
 
     `allow_cast`: any dtype fits.
+
+    Returns:
+        The pairs of tensors, by their numbers in the plan, for which this rank has one tensor at two places.
     """
     places = dict(leaves_of(local_state_dict))
     inner = {path[:n] for path in places for n in range(len(path))}
@@ -197,16 +193,23 @@ def check_plan(plan: Plan, local_state_dict: dict[Any, Any], allow_cast: bool) -
             check_entry(path, plan[path], place, allow_cast)
         elif path in planned and items_of(place) is None:
             refuse(path, "what can hold the entries of a container", type(place).__name__)
-    for path, coming in plan.items():
-        if path in inner and not isinstance(coming, EmptyContainer):
+    first: dict[Any, int] = {}
+    ties = []
+    for number, (path, coming) in enumerate(plan.items()):
+        if path in inner and not isinstance(coming, dict):
             refuse(path, "a container, as this rank has", "a leaf")
+        if isinstance(coming, TensorEntry) and isinstance(place := places.get(path), Tensor):
+            has_memory = not place.is_meta and part_of(place).numel()
+            other = first.setdefault(identity_of(place) if has_memory else id(place), number)
+            ties += [[other, number]] if other != number else []
+    return ties
 
 
 def check_entry(path: KeyPath, coming: Any, place: Any, allow_cast: bool) -> None:
     """Raise an error unless what is coming, an entry of a `Plan`, fits the place; see `check_plan`."""
-    if isinstance(coming, EmptyContainer):
+    if isinstance(coming, dict):
         if items_of(place) is None:
-            refuse(path, f"{type(place).__name__}, as this rank has", f"an empty {coming.type_name}")
+            refuse(path, f"{type(place).__name__}, as this rank has", "an empty container")
         return
     if not isinstance(coming, TensorEntry):
         if isinstance(place, Tensor) and coming is not None:
@@ -227,19 +230,6 @@ def check_entry(path: KeyPath, coming: Any, place: Any, allow_cast: bool) -> Non
     check_no_sum(path, place)
     if not place.is_meta:
         check_data(path, place)
-
-
-def ties_in(plan: Plan, local_state_dict: dict[Any, Any]) -> list[list[int]]:
-    """List the pairs of tensors, by their numbers in the plan, for which this rank has one tensor at two places."""
-    places = dict(leaves_of(local_state_dict))
-    first: dict[Any, int] = {}
-    ties = []
-    for number, (path, coming) in enumerate(plan.items()):
-        if isinstance(coming, TensorEntry) and isinstance(place := places.get(path), Tensor):
-            has_memory = not place.is_meta and part_of(place).numel()
-            other = first.setdefault(identity_of(place) if has_memory else id(place), number)
-            ties += [[other, number]] if other != number else []
-    return ties
 
 
 def check_ties(plan: Plan, source: dict[KeyPath, Any], ties: Iterable[list[int]]) -> None:
@@ -295,7 +285,7 @@ def _fill(
             elif path in places:
                 written[id(place)] = write(whole, written.get(id(place), place), device)
                 filled[path] = to_cpu(written[id(place)]) if cpu_offload else written[id(place)]
-        elif not isinstance(coming, EmptyContainer):
+        elif not isinstance(coming, dict):
             filled[path] = coming
 
     def fill_in(path: KeyPath, leaf: Any, _: Any) -> Any:

@@ -98,7 +98,12 @@ def save(
             and an earlier checkpoint stays as it was.
     """
     agreement = Agreement(process_group, "save")
-    return save_agreed(agreement, *_given(state_dict, path, overwrite, keep, before=finish_saves))
+
+    def take() -> Any:
+        finish_saves()
+        return state_dict_of(state_dict)
+
+    return save_agreed(agreement, *_given(take, path, overwrite, keep))
 
 
 def async_save(
@@ -129,24 +134,19 @@ def async_save(
     if _last is not None:
         _last.failed()  # waits outside the step, whose time is limited: memory has room for one copy
     agreement.step("ending the save before", finish_saves)
-    _last = SaveHandle(agreement, *_given(state_dict, path, overwrite, keep, copied=_stager.stage))
+    _last = SaveHandle(
+        agreement, *_given(lambda: _stager.stage(state_dict_of(state_dict)), path, overwrite, keep)
+    )
     return _last
 
 
 def _given(
-    state_dict: Any,
-    path: str | os.PathLike[str],
-    overwrite: bool,
-    keep: int | None,
-    *,
-    before: Callable[[], None] = lambda: None,
-    copied: Callable[[Any], Any] = lambda state_dict: state_dict,
+    take: Callable[[], Any], path: str | os.PathLike[str], overwrite: bool, keep: int | None
 ) -> tuple[Any, Target]:
-    """Return the state dict and the target. If anything fails, return the exception in place of the state dict: all ranks raise it."""
+    """Take the state dict, and return it with the target. If anything fails, an exception stands for the state dict: all ranks raise it."""
     try:
-        before()
         target = Target(path_of(path, "save").absolute(), overwrite, keep)
-        return copied(state_dict_of(state_dict)), target
+        return take(), target
     except Exception as error:
         return error, Target(Path())
 

@@ -147,12 +147,17 @@ def go_on_after_a_failure(fifo: Path) -> Any:
             fifo.write_text("go on")
         return agreement.rank
 
-    def send_slowly(group: Any, data: Any, rank: int, tag: int) -> None:
-        if data.numel() > 8:  # the second half: another thread would have the time to send its first
-            LATER.wait(0.2)
-        send_bytes(group, data, rank, tag)
+    overtaken = threading.Event()
 
-    links.send_bytes = send_slowly if agreement.rank else send_bytes
+    def send_late(group: Any, data: Any, rank: int, tag: int) -> None:
+        said = data.numpy().tobytes()
+        if b"failing" in said:  # after its size; the report of the next step goes between the two
+            overtaken.wait()
+        send_bytes(group, data, rank, tag)
+        if b"going on" in said:
+            overtaken.set()
+
+    links.send_bytes = send_late if agreement.rank else send_bytes
     with pytest.raises(CheckpointError, match="No space left"):
         agreement.step("failing", fail_or_wait)
     return agreement.step("going on", release, told_to_all)
