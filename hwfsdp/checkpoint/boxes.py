@@ -4,12 +4,19 @@ A checkpoint holds a tensor in chunks. Each chunk is a box that a saving rank ha
 box. The first part of this module is integers only: do chunks make up the whole tensor, which elements do two boxes share, how is
 a large box split? The second part is about tensors: which box of it this rank has (`pieces_of`), and whether values can be read from
 it or written to it.
+
+Note [Corners]
+    A function that is 1 in a box and 0 elsewhere is a sum of steps, each from one corner of the box on towards higher indices: plus
+    for the first corner, minus for its neighbors, and so on in turn. No other sum of steps gives this function. So boxes tile a
+    tensor exactly if their corners, counted with these signs, are the corners of the tensor. No two boxes need be compared.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
@@ -68,66 +75,34 @@ def within(box: Box, outer: Box) -> Box:
     return Box(tuple(a - b for a, b in zip(box.offset, outer.offset)), box.shape)
 
 
+_MOST_CUT = 12  # dims; more than any mesh cuts
+
+
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Say in one phrase why the boxes do not cover a tensor of this shape, each element once; None if they do.
 
-    The phrase names a box or counts elements: "the part [4:6] outside the shape [5]" (`str` of a Box gives the brackets). Boxes come in
-    any order. They may be wrong in any way: in size, in place, in the number of dims. An empty box is a fault. There may be
-    thousands of boxes, with billions of elements.
+    The phrase names a box, an index or a number of elements: "the part [4:6] outside the shape [5]" (`str` of a Box gives the brackets).
+    Boxes come in any order. They may be wrong in any way: in size, in place, in the number of dims. An empty box is a fault. There may be
+    thousands of boxes, with billions of elements. See Note [Corners].
     """
     for box in boxes:
         if len(box.shape) != len(shape) or len(box.offset) != len(shape):
             return f"a part with {len(box.shape)} dims of a tensor with {len(shape)}"
         if not all(0 <= a and 0 < n and a + n <= size for a, n, size in zip(box.offset, box.shape, shape)):
             return f"the part {box} outside the shape {list(shape)}"
-    pair = find_overlap(boxes)
-    if pair:
-        return f"the parts {pair[0]} and {pair[1]}, which overlap"
-    covered = sum(box.numel for box in boxes)
-    return None if covered == prod(shape) else f"{covered} of {prod(shape)} elements"
-
-
-def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Return two boxes of one tensor that have an element in common; None if there are none.
-
-    It divides the boxes into groups that have no index of some dim in common, and divides these groups in the same way. Only boxes
-    that cannot be divided are compared with their neighbors. Of a sharded tensor, however many boxes it has, this leaves single boxes.
-    """
-    groups = [list(boxes)]
-    while groups:
-        together = groups.pop()
-        divided = (_groups_along(dim, together) for dim in range(len(together[0].shape) if together else 0))
-        apart = next((found for found in divided if len(found) > 1), None)
-        if apart is None:
-            pair = next((pair for pair in _neighbors(together) if intersection(*pair)), None)
-            if pair is not None:
-                return pair
-        groups += apart or []
-    return None
-
-
-def _neighbors(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
-    """Yield the pairs of boxes that have an index in common, of the dim in which most of the boxes begin at different places."""
-    dims = range(len(boxes[0].shape) if boxes else 0)
-    dim = max(dims, key=lambda d: len({box.offset[d] for box in boxes}), default=None)
-    ordered = boxes if dim is None else sorted(boxes, key=lambda box: box.offset[dim])
-    for i, box in enumerate(ordered):
-        for other in ordered[i + 1 :]:
-            if dim is not None and other.offset[dim] >= box.offset[dim] + box.shape[dim]:
-                break
-            yield box, other
-
-
-def _groups_along(dim: int, boxes: Sequence[Box]) -> list[list[Box]]:
-    """Divide boxes into as many groups as possible, so that no two groups have an index of the dim in common."""
-    groups: list[list[Box]] = []
-    end = 0
-    for box in sorted(boxes, key=lambda box: box.offset[dim]):
-        if not groups or box.offset[dim] >= end:
-            groups.append([])
-        groups[-1].append(box)
-        end = max(end, box.offset[dim] + box.shape[dim])
-    return groups
+    covered, numel = sum(box.numel for box in boxes), prod(shape)
+    if covered != numel:
+        return f"{covered} of {numel} elements{', in parts that overlap' if covered > numel else ''}"
+    cut = [dim for dim, n in enumerate(shape) if any(box.shape[dim] < n for box in boxes)]
+    if len(cut) > _MOST_CUT:
+        return f"parts that are cut along {len(cut)} dims"
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, count in ((whole(shape), -1), *((box, 1) for box in boxes)) if numel else ():
+        for ends in product((0, 1), repeat=len(cut)):
+            corner = tuple(box.offset[dim] + end * box.shape[dim] for dim, end in zip(cut, ends))
+            corners[corner] += count * (-1) ** sum(ends)
+    odd = next((corner for corner, count in corners.items() if count), None)
+    return None if odd is None else f"parts that overlap, and a gap, near index {list(odd)} of the dims {cut}"
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -356,19 +356,11 @@ _ALLOWED = {
 }
 
 
-def _checked(first: int | None, load: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a step of an unpickler that refuses keys other than the metadata's own. Python hashes nested tuples without any limit.
-
-    Args:
-        first: where the keys begin on the stack, of which they are every other element. None: refuse the step.
-    """
+def _list_of(n: int) -> Callable[[Any], None]:
+    """Return a step of an unpickler that makes a list of the last n objects."""
 
     def step(unpickler: Any) -> None:
-        if first is None or not all(
-            type(key) is str or isinstance(key, _StandIn) for key in unpickler.stack[first::2]
-        ):
-            raise ValueError("what DCP's metadata does not have: sets, byte arrays, or keys that are not str")
-        load(unpickler)
+        unpickler.stack[-n:] = [unpickler.stack[-n:]]
 
     return step
 
@@ -376,19 +368,17 @@ def _checked(first: int | None, load: Callable[[Any], None]) -> Callable[[Any], 
 class _Unpickler(pickle._Unpickler):
     """An unpickler that makes stand-ins for the classes of DCP's metadata, and refuses all other classes.
 
-    It is the one in Python: a crafted pickle can make the one in C reserve any amount of memory. `path`: what an error names.
+    It is the one in Python: a crafted pickle can make the one in C reserve any amount of memory, as byte arrays do in both. It makes
+    lists in place of tuples: Python hashes nested tuples without any limit, and no lists. `path`: what an error names.
     """
 
     path: Path
-    dispatch = pickle._Unpickler.dispatch | {
-        op[0]: _checked(first, pickle._Unpickler.dispatch[op[0]])
-        for first, ops in (
-            (None, (pickle.ADDITEMS, pickle.FROZENSET, pickle.BYTEARRAY8)),
-            (0, (pickle.DICT, pickle.SETITEMS)),
-            (-2, (pickle.SETITEM,)),
-        )
-        for op in ops
+    dispatch = {op: step for op, step in pickle._Unpickler.dispatch.items() if op != pickle.BYTEARRAY8[0]}
+    dispatch |= {
+        pickle.TUPLE[0]: dispatch[pickle.LIST[0]],
+        pickle.EMPTY_TUPLE[0]: dispatch[pickle.EMPTY_LIST[0]],
     }
+    dispatch |= {pickle.TUPLE1[0]: _list_of(1), pickle.TUPLE2[0]: _list_of(2), pickle.TUPLE3[0]: _list_of(3)}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a new class each time, because a pickle may change the classes that it gets."""
@@ -410,8 +400,8 @@ class _StandIn:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        # The state of TensorProperties is a tuple that begins with the dtype. Other states are dicts.
-        vars(self).update({"dtype": state[0]} if isinstance(state, tuple) else {**state})
+        # The state of TensorProperties was a tuple that begins with the dtype. Other states are dicts.
+        vars(self).update({"dtype": state[0]} if isinstance(state, list) else {**state})
 
 
 def _class_of(thing: Any) -> str:
@@ -492,7 +482,7 @@ def _checked_entries(path: Path, metadata: Any) -> tuple[dict[KeyPath, Entry], l
 
 def _path_of(key: str, record: Any) -> KeyPath:
     """Return DCP's record of the path behind a key; the key alone if this is no record of it."""
-    steps = record if isinstance(record, tuple) else ()
+    steps = tuple(record) if isinstance(record, list) else ()
     is_path = all(type(step) in (int, str) for step in steps) and _key_of(steps) == key
     return steps if steps and is_path else (key,)
 
@@ -506,7 +496,7 @@ def _a(kind: type[T], value: Any) -> T:
 def _sizes(values: Any) -> tuple[int, ...]:
     sizes = tuple(values)
     if not all(type(n) is int and n >= 0 for n in sizes):
-        raise TypeError(f"{sizes} are no sizes")
+        raise TypeError(f"{[n if type(n) is int else type(n).__name__ for n in sizes[:8]]} are no sizes")
     return sizes
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from math import prod
-from unittest import mock
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwfsdp.checkpoint import boxes
 from hwfsdp.checkpoint.boxes import (
     Box,
     boxes_between,
     find_fault,
-    find_overlap,
     intersection,
     halves_of,
     span_of,
@@ -92,12 +88,9 @@ def test_boxes_without_a_fault_have_every_element_once(case):
     assert (find_fault(shape, boxes) is None) == bool((counts(shape, boxes) == 1).all())
 
 
-def test_the_boxes_of_a_mesh_of_any_shape_are_not_compared_in_pairs():
-    for shape in ((64,), (16, 16), (6, 6, 6)):
-        grid = [Box(at, (1,) * len(shape)) for at in itertools.product(*map(range, shape))]
-        with mock.patch.object(boxes, "intersection", side_effect=intersection) as compared:
-            assert find_overlap(grid) is None and compared.call_count < len(grid)
-            assert find_overlap([*grid, Box((3,) * len(shape), (2,) * len(shape))]) is not None
+def test_boxes_that_are_cut_along_very_many_dims_are_a_fault_at_once():
+    halves = [Box((0,) * d + (1,) + (0,) * (59 - d), (1,) * (d + 1) + (2,) * (59 - d)) for d in range(60)]
+    assert find_fault((2,) * 60, [*halves, Box((0,) * 60, (1,) * 60)]) == "parts that are cut along 60 dims"
 
 
 def test_a_box_outside_is_a_fault_and_a_tensor_without_elements_needs_no_box():
