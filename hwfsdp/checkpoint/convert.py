@@ -113,10 +113,6 @@ def convert(
     if os.path.lexists(target) and (not overwrite or os.path.samefile(source, target)):
         remedy = "Choose another path, or replace it with overwrite=True (--overwrite)."
         refuse(target, "no file or directory", "one", remedy)
-    is_new = not os.path.lexists(target) or target.is_dir() and not os.listdir(target)
-    if not is_new and (there := format_of(target)) != to:
-        remedy = "Choose another path; overwrite=True replaces a checkpoint of the same format."
-        refuse(target, f"a checkpoint of the format {to!r}", f"one of {there!r}", remedy)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         commit.sweep_beside(target)
@@ -317,8 +313,8 @@ def _write_store(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
 
 
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
-    if target.is_dir():
-        refuse(target, "a file, or nothing", "a directory", "Choose another path.")
+    if os.path.lexists(target) and format_of(target) != "safetensors":
+        refuse(target, "a file of safetensors, or nothing", "another checkpoint", "Choose another path.")
     check_utf8(target, "safetensors")
     description, _ = describe(state, 1)  # raises for values that JSON and dense tensors cannot hold
     names: dict[KeyPath, str] = {}

@@ -124,7 +124,7 @@ def test_what_is_there_is_replaced_only_if_asked_and_if_it_has_the_same_format(o
     before = contents_of(tmp_path)
     for name, other in itertools.permutations((*FORMATS, "notes"), 2):
         if name != "notes":
-            with pytest.raises(UsageError, match="same format|Check the path"):
+            with pytest.raises(UsageError, match="Choose another path|Check the path|replaced as a whole"):
                 convert(originals / "store", place(tmp_path, other), to=name, overwrite=True)
     assert contents_of(tmp_path) == before
 
