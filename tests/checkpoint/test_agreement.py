@@ -122,9 +122,7 @@ def groups_and_agreements_do_not_mix() -> None:
             Agreement(groups[0], "test")
 
 
-@pytest.mark.parametrize("check", on_ranks.checks)
-def test_on_ranks(check):
-    on_ranks.assert_holds(check)
+test_on_ranks = on_ranks.test()
 
 
 def test_a_process_alone_needs_no_group():

@@ -604,9 +604,7 @@ def replicas_of_stripes_that_differ_are_not_saved() -> None:
 # --- The tests ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("check", on_ranks.checks)
-def test_on_ranks(check: str) -> None:
-    on_ranks.assert_holds(check)
+test_on_ranks = on_ranks.test()
 
 
 def test_broadcasting_without_a_process_group_is_refused() -> None:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,7 +46,7 @@ from hwfsdp.checkpoint import (
 from hwfsdp.checkpoint.agreement import ALONE, Agreement
 from hwfsdp.checkpoint.convert import convert
 from hwfsdp.checkpoint.error_messages import of_disk, with_size
-from hwfsdp.errors import CheckpointError, FSDPError, RankError, UsageError
+from hwfsdp.errors import CheckpointError, RankError, UsageError
 
 three = Together(3)
 
@@ -88,19 +87,6 @@ def an_error_of_the_disk_at_any_call_of_any_rank_ends_well(base: Path) -> None:
             assert "Input/output error" in message
             failed.add(name)
     assert failed >= {"open", "write", "fsync", "replace", "mkdir"}
-
-
-@three
-def an_unexpected_error_ends_well(base: Path) -> None:
-    save(state_dict_of(0), base / "unexpected")
-    faults = [
-        (saving, "identity_of", RuntimeError("one\ntwo"), "RuntimeError: one two"),
-        (saving.commit, "checksums_of", MemoryError(), "MemoryError"),
-        (saving.commit, "checksums_of", UnicodeError("ä\ud800"), "UnicodeError"),
-    ]
-    for i, (rank, (owner, name, error, said)) in enumerate(product((0, 2), faults)):
-        fault = mock.patch.object(owner, name, side_effect=error)
-        assert said in save_with(base / "unexpected", rank, fault, 2 * i + 1)
 
 
 # --- Ranks that are killed --------------------------------------------------------------------------------------
@@ -234,14 +220,6 @@ def test_at_exit_a_failed_save_is_reported_and_a_fork_does_not_wait_for_a_save_o
     assert "a save that nobody waited for has failed" in said and str(fails / "file") in said
     for path, value in ((fails / "new", [1.0] * 3), (forks / "1", [1.0] * 2), (forks / "2", [0.0] * 2)):
         assert load({"a": torch.full((len(value),), 5.0)}, path)["a"].tolist() == value
-
-
-def test_wait_tells_of_an_object_that_cannot_be_staged(tmp_path: Path) -> None:
-    handle = async_save({"x": torch.ones(3, device="meta")}, tmp_path / "c")
-    error = error_of(handle.wait)
-    assert isinstance(error, FSDPError) and "state_dict['x']" in str(error)
-    assert not (tmp_path / "c").exists()
-    assert error_of(finish_saves) is None
 
 
 # --- On three ranks ---------------------------------------------------------------------------------------------

@@ -656,22 +656,6 @@ def ranks_may_differ_in_which_keys_share_a_tensor(base: Path) -> None:
     assert exactly(target) == exactly(state_dict)
 
 
-@on_ranks
-def one_tensor_gets_equal_values_that_were_cut_differently(base: Path) -> None:
-    for name in ("store", "dcp"):
-        for path, last in (("equal", 5.0), ("not", 7.0)):
-            one = torch.arange(6.0)
-            cut = distribute_tensor(torch.cat([one[:5], torch.tensor([last])]), line(), [Shard(0)])
-            FORMATS[name].save({"whole": one, "cut": cut}, base / f"{path} {name}")
-        target = torch.zeros(6)
-        message = raised(
-            lambda: FORMATS[name].load({"whole": target, "cut": target}, base / f"not {name}"), UsageError
-        )
-        assert "['cut']" in message and "['whole']" in message and not target.any()
-        FORMATS[name].load({"whole": target, "cut": target}, base / f"equal {name}")
-        assert torch.equal(target, torch.arange(6.0))
-
-
 @pytest.mark.parametrize("check", on_ranks.checks)
 def test_on_ranks(check: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     on_ranks.assert_holds(check, tmp_path_factory.getbasetemp() / "differing")

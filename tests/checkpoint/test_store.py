@@ -318,15 +318,3 @@ def test_bytes_are_the_tensors_own_and_nothing_is_a_pickle(tmp_path):
     data = (found.path / "00000.bin").read_bytes()
     assert data[chunk.at : chunk.at + 12] == torch.tensor([0.0, 2.0, 4.0]).numpy().tobytes()
     assert chunk.crc32 == tuple(checksums_of(memoryview(data[chunk.at :])))
-
-
-# --- In the background -------------------------------------------------------------------------------------
-
-
-def forget_to_wait(path: Path) -> None:
-    checkpoint.async_save({"x": torch.zeros(3)}, path)
-
-
-def test_launch_waits_for_a_save_that_nobody_waited_for(tmp_path):
-    launch(forget_to_wait, 2, tmp_path, timeout=60)
-    checkpoint.verify(tmp_path)
