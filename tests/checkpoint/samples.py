@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hwfsdp import checkpoint
 from hwfsdp.checkpoint import dcp, parts
-from hwfsdp.compat import dtensor
+from hwfsdp.compat import StridedShard, dtensor
 from hwfsdp.layout import shard_of
 
 
@@ -62,8 +62,12 @@ class Bomb:
 
 
 @functools.cache
+def mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
 def line() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size() if dist.is_initialized() else 1,))
+    return mesh(dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def numbered(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -96,3 +100,42 @@ def assert_same(mine: Any, theirs: Any, at: str = "", exact: bool = False) -> No
         assert_same(vars(mine), vars(theirs), at, exact)
     else:
         assert type(mine) is type(theirs) and mine == theirs, at
+
+
+# --- Tensors cut in every way, on four ranks -----------------------------------------------------------------
+
+
+def layouts() -> dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]:
+    ways = {"line": Shard(0), "columns": Shard(1), "replicas": Replicate()}
+    found: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]
+    found = {name: (line(), (placement,)) for name, placement in ways.items()}
+    for sizes in ((1, 4), (4, 1), (2, 2), (2, 1, 2)):
+        rest = [Replicate()] * (len(sizes) - 2)
+        for name, placements in {
+            "both": (Shard(0), *rest, Shard(0)),
+            "fsdp over tp": (StridedShard(0, split_factor=sizes[-1]), *rest, Shard(0)),
+            "rows and columns": (Shard(0), *rest, Shard(1)),
+            "columns and rows": (Shard(1), *rest, Shard(0)),
+            "hsdp": (Replicate(), *rest, Shard(0)),
+            "hsdp turned": (Shard(1), *rest, Replicate()),
+        }.items():
+            found[f"{name} {sizes}"] = (mesh(*sizes), placements)
+    return found
+
+
+SHAPES = [(7, 5), (2, 3), (0, 3), (5, 1, 2)]
+
+
+def wholes() -> dict[str, Tensor]:
+    """Return a whole tensor for every layout and every shape."""
+    return {f"{name} {shape}": numbered(*shape) for name in layouts() for shape in SHAPES}
+
+
+def sharded(fill: float | None = None) -> dict[str, DTensor]:
+    """Cut the tensors of `wholes` as their layouts say. `fill`: one value for all elements."""
+    found = {}
+    for name, (among, placements) in layouts().items():
+        for shape in SHAPES:
+            whole = numbered(*shape) if fill is None else torch.full(shape, float(fill))
+            found[f"{name} {shape}"] = cut(whole, among, *placements)
+    return found

@@ -11,7 +11,6 @@ import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,19 +24,18 @@ import models
 from oracles import Training, ours, theirs
 from rank_checks import is_last, raised
 from together import Together
-from samples import Bomb, assert_same, cut, line, numbered
+from samples import Bomb, assert_same, cut, line, mesh, numbered, sharded, wholes
 from torch import nn
 from torch.distributed.checkpoint import state_dict as api
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from hwfsdp import launch
 from hwfsdp.checkpoint import dcp
 from hwfsdp.checkpoint.meta import init_optimizer_state
 from hwfsdp.checkpoint.state_dict import gather_state_dict
-from hwfsdp.compat import dtensor, local_of
+from hwfsdp.compat import StridedShard, dtensor, local_of
 from hwfsdp.errors import CheckpointError, UnsupportedError, UsageError
 
 WRITERS, READERS = 3, 4
@@ -129,37 +127,15 @@ def our_checkpoint_is_loaded_by_torch_into_its_model(directory: Path) -> None:
 # --- Layouts -----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def grids() -> list[DeviceMesh]:
-    return [init_device_mesh("cpu", shape) for shape in ((4, 1), (1, 4), (2, 2))]
-
-
-def layouts(fill: bool) -> dict[str, DTensor]:
-    """Cut tensors of awkward shapes in every way. `fill`: they have values; else zeros."""
-    found = {}
-    for mesh in grids():
-        ways: list[list[Placement]] = [
-            [_StridedShard(0, split_factor=mesh.size(1)), Shard(0)],
-            [Shard(0), Shard(0)],
-            [Shard(1), Shard(0)],
-            [Replicate(), Shard(0)],
-        ]
-        for placements, shape in product(ways, ((7, 3), (1, 4), (0, 3))):
-            whole = numbered(*shape) if fill else torch.zeros(shape)
-            found[f"{tuple(mesh.shape)} {placements} {shape}"] = cut(whole, mesh, *placements)
-    return found
-
-
 @on_ranks
 def every_layout_goes_to_torch_and_comes_from_there_as_whole_tensors_and_in_even_cuts(
     directory: Path,
 ) -> None:
-    expected = layouts(fill=True)
-    wholes = {name: numbered(*value.shape) for name, value in expected.items()}
+    expected = sharded()
     dcp.save(expected, directory / "layouts")
-    torchs.save(wholes, checkpoint_id=directory / "wholes")
+    torchs.save(wholes(), checkpoint_id=directory / "wholes")
     for path in (directory / "layouts", directory / "wholes"):
-        got = layouts(fill=False)
+        got = sharded(fill=0.0)
         dcp.load(got, path)
         for name, value in expected.items():
             assert torch.equal(local_of(got[name]), local_of(value)), name
@@ -167,7 +143,7 @@ def every_layout_goes_to_torch_and_comes_from_there_as_whole_tensors_and_in_even
     rows = {name: distribute_tensor(value.clone(), line(), [Shard(0)]) for name, value in whole.items()}
     for state in (whole, rows):
         torchs.load(state, checkpoint_id=directory / "layouts")
-        assert_same(gather_state_dict(state), wholes)
+        assert_same(gather_state_dict(state), wholes())
 
 
 @on_ranks
@@ -225,15 +201,14 @@ def test_on_ranks(check: str, directory: Path) -> None:
 
 
 def seven_rows_on_six_ranks(directory: Path) -> None:
-    mesh = init_device_mesh("cpu", (3, 2))
-    placements: list[Placement] = [_StridedShard(0, split_factor=2), Shard(0)]
+    grid, placements = mesh(3, 2), [StridedShard(0, split_factor=2), Shard(0)]
     wholes = [numbered(7, 2), numbered(13, 1)]
-    expected = [cut(whole, mesh, *placements) for whole in wholes]
+    expected = [cut(whole, grid, *placements) for whole in wholes]
     dcp.save({"all": expected}, directory / "six")
     state = {"all": [torch.zeros(whole.shape) for whole in wholes]}
     torchs.load(state, checkpoint_id=directory / "six")
     assert_same(state["all"], wholes)
-    parts = {"all": [cut(torch.zeros(whole.shape), mesh, *placements) for whole in wholes]}
+    parts = {"all": [cut(torch.zeros(whole.shape), grid, *placements) for whole in wholes]}
     dcp.load(parts, directory / "six")
     assert all(torch.equal(local_of(part), local_of(right)) for part, right in zip(parts["all"], expected))
 

@@ -24,12 +24,11 @@ import torch.distributed.checkpoint as torch_dcp
 from faults import bits
 from rank_checks import is_first, is_last, raised
 from together import Together
-from samples import Pair, assert_same, cut, line, numbered
+from samples import Pair, assert_same, cut, line, mesh, numbered, sharded, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as torchs_extent
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from hwfsdp import layout
 from hwfsdp.checkpoint import dcp, load, save
@@ -49,53 +48,6 @@ on_ranks = Together(WORLD_SIZE)
 
 
 # --- State dicts -------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def grids() -> list[DeviceMesh]:
-    """Return meshes of two and three dims over all ranks."""
-    return [init_device_mesh("cpu", shape) for shape in ((1, 4), (4, 1), (2, 2), (2, 1, 2))]
-
-
-def strided(dim: int, split_factor: int) -> Placement:
-    return _StridedShard(dim, split_factor=split_factor)
-
-
-def layouts() -> dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]:
-    ways = {"line": Shard(0), "columns": Shard(1), "replicas": Replicate()}
-    found: dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]
-    found = {name: (line(), (placement,)) for name, placement in ways.items()}
-    for mesh in grids():
-        rest = [Replicate()] * (mesh.ndim - 2)
-        last = mesh.size(mesh.ndim - 1)
-        for name, placements in {
-            "both": (Shard(0), *rest, Shard(0)),
-            "fsdp over tp": (strided(0, last), *rest, Shard(0)),
-            "rows and columns": (Shard(0), *rest, Shard(1)),
-            "columns and rows": (Shard(1), *rest, Shard(0)),
-            "hsdp": (Replicate(), *rest, Shard(0)),
-            "hsdp turned": (Shard(1), *rest, Replicate()),
-        }.items():
-            found[f"{name} {tuple(mesh.shape)}"] = (mesh, placements)
-    return found
-
-
-SHAPES = [(7, 5), (2, 3), (0, 3), (5, 1, 2)]
-
-
-def wholes() -> dict[str, Tensor]:
-    """Return a whole tensor for every layout and every shape."""
-    return {f"{name} {shape}": numbered(*shape) for name in layouts() for shape in SHAPES}
-
-
-def sharded(fill: float | None = None) -> dict[str, DTensor]:
-    """Cut the tensors of `wholes` as their layouts say. `fill`: one value for all elements."""
-    found = {}
-    for name, (mesh, placements) in layouts().items():
-        for shape in SHAPES:
-            whole = numbered(*shape) if fill is None else torch.full(shape, float(fill))
-            found[f"{name} {shape}"] = cut(whole, mesh, *placements)
-    return found
 
 
 def model_like() -> dict[str, Any]:
@@ -238,7 +190,7 @@ def dtensors_of_other_shape_placement_or_mesh_are_not_similar() -> None:
         cut(numbered(8, 9), line(), Shard(0)),
         cut(numbered(8, 8).double(), line(), Shard(0)),
         cut(numbered(8, 8), line(), Shard(1)),
-        cut(numbered(8, 8), grids()[0], Shard(0), Replicate()),
+        cut(numbered(8, 8), mesh(1, 4), Shard(0), Replicate()),
     ]
     assert_not_similar("a", cut(numbered(8, 8), line(), Shard(0)), others)
 
@@ -544,7 +496,7 @@ def stripes() -> list[tuple[DTensor, Tensor]]:
     found = []
     for sizes, shape, placements in FLATTENED:
         whole = numbered(*shape)
-        striped = distribute_tensor(whole, init_device_mesh("cpu", sizes), placements, src_data_rank=None)
+        striped = distribute_tensor(whole, mesh(*sizes), placements, src_data_rank=None)
         found.append((striped.flatten(0, 1), whole.flatten(0, 1)))
     return found
 

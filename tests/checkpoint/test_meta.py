@@ -19,9 +19,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torchs
 from faults import bits
 from together import Together
-from samples import FORMATS, Format, Pair, assert_same, line
+from samples import FORMATS, Format, Pair, assert_same, line, mesh
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -64,13 +63,6 @@ def gpt(tied: bool = False) -> GPT:
 def on_meta(build: Callable[[], Any]) -> Any:
     with torch.device("meta"):
         return build()
-
-
-@functools.cache
-def grid() -> DeviceMesh:
-    """Return the mesh (data parallel, tensor parallel)."""
-    size = dist.get_world_size()
-    return init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def shard(model: GPT, **options: Any) -> GPT:
@@ -179,9 +171,9 @@ def hooks_attributes_and_frozen_parameters_survive() -> None:
 def local_shapes_follow_the_layout_not_torch() -> None:
     """DTensors have the wrong local shape that torch's own arithmetic gives them on meta."""
     placements = [_StridedShard(0, split_factor=2), Shard(0)]
-    wrong = dtensor(torch.empty(5, 3, device="meta"), grid(), placements, (7, 3), (3, 1))
+    wrong = dtensor(torch.empty(5, 3, device="meta"), mesh(2, 2), placements, (7, 3), (3, 1))
     state_dict = init_state_dict({"w": [wrong]})
-    shape = compute_local_shape_and_global_offset((7, 3), grid(), placements)[0]
+    shape = compute_local_shape_and_global_offset((7, 3), mesh(2, 2), placements)[0]
     assert state_dict["w"][0] is wrong and tuple(local_of(wrong).shape) == shape
     assert local_of(wrong).device == wrong.device == CPU and wrong.placements == tuple(placements)
 

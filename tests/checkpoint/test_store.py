@@ -17,10 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import bits
-from samples import Pair, Record, cut
+from samples import Pair, Record, cut, line, mesh
 import models
 from oracles import Training, ours
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from hwfsdp import checkpoint, launch
@@ -38,11 +37,6 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: in
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 2 if dtype == torch.bool else 120, shape, generator=generator)
     return torch.complex(values * 1.0, -values * 0.5) if dtype.is_complex else values.float().to(dtype)
-
-
-@functools.cache
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
 
 
 Way = tuple[tuple[int, ...], list[Any]]
@@ -67,7 +61,7 @@ def state_in(way: Way, seed: int | None) -> dict[str, Any]:
     if seed is None:
         wholes = {key: torch.zeros_like(whole) for key, whole in wholes.items()}
     return {
-        "a": {key: cut(whole, mesh_of(way[0]), *way[1]) for key, whole in wholes.items()},
+        "a": {key: cut(whole, mesh(*way[0]), *way[1]) for key, whole in wholes.items()},
         0: [wholes["(7, 5)"], seed],
     }
 
@@ -109,11 +103,11 @@ def save_all(base: Path) -> None:
     save_each_way(base / "each way")
     if dist.get_world_size() == 3:
         checkpoint.save(state_of(sharded_training(2)), base / "training")
-        rows = cut(torch.ones(8192, 1024), mesh_of((3,)), Shard(0))
+        rows = cut(torch.ones(8192, 1024), line(), Shard(0))
         checkpoint.save({"cut": rows, "unwanted": torch.zeros(1 << 20)}, base / "large")
     else:
         plain = [torch.zeros(1000), torch.ones(1000)]
-        replicas = cut(torch.zeros(4096, 1024), mesh_of((2, 2)), Replicate(), Shard(0))  # 16 MiB
+        replicas = cut(torch.zeros(4096, 1024), mesh(2, 2), Replicate(), Shard(0))  # 16 MiB
         checkpoint.save({"cut": replicas, "plain": plain}, base / "replicas")
 
 
@@ -222,7 +216,7 @@ def bytes_read(path: Path) -> int:
             read[0] += n
         return n
 
-    target = {"cut": cut(torch.zeros(8192, 1024), mesh_of((2,)), Shard(0)), "other": torch.zeros(1)}
+    target = {"cut": cut(torch.zeros(8192, 1024), line(), Shard(0)), "other": torch.zeros(1)}
     with mock.patch.object(os, "preadv", counting):
         checkpoint.load(target, path, strict=False)
     assert torch.equal(target["cut"].to_local(), torch.ones_like(target["cut"].to_local()))
