@@ -75,7 +75,7 @@ def within(box: Box, outer: Box) -> Box:
     return Box(tuple(a - b for a, b in zip(box.offset, outer.offset)), box.shape)
 
 
-_MOST_CUT = 12  # dims; more than any mesh cuts
+_MOST_CUT = 8  # dims; more than any mesh cuts
 
 
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
