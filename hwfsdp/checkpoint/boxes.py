@@ -107,11 +107,7 @@ def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the distance in elements between neighbors along each dim, in row-major order."""
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
+    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def span_of(box: Box, shape: Sequence[int]) -> tuple[int, int]:

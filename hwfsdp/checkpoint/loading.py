@@ -66,6 +66,7 @@ from hwfsdp.checkpoint.meta import NewMemory, check_all_filled, stateless_in
 from hwfsdp.checkpoint.staging import overlaps_itself, view_of
 from hwfsdp.checkpoint.traverse import are_alike, brief, child_of, find_per_rank, is_within, items_of
 from hwfsdp.checkpoint.traverse import leaves_of, place_of, put
+from hwfsdp.compat import storage_key
 from hwfsdp.errors import CheckpointError
 
 S = TypeVar("S", bound=Mapping[Any, Any] | nn.Module)
@@ -519,11 +520,11 @@ def _can_be_read_in_place(plan: LoadPlan) -> dict[KeyPath, Tensor]:
     """Return this rank's parts of the fresh targets of the saved dtype, dense on the CPU, that share memory with no other target, or all of it."""
     paths = _distinct(plan, (path for path in plan.fresh if path in plan.tensors)).values()
     parts = {path: part_of(plan.tensors[path]) for path in paths}
-    shared = {_storage_of(parts[overlapping[0]]) for overlapping in _overlapping(plan, paths)}
+    shared = {storage_key(parts[overlapping[0]]) for overlapping in _overlapping(plan, paths)}
     return {
         path: part
         for path, part in parts.items()
-        if part.dtype == plan.source.manifest.tensor(path).dtype and _storage_of(part) not in shared
+        if part.dtype == plan.source.manifest.tensor(path).dtype and storage_key(part) not in shared
         if part.is_cpu and part.is_contiguous()
     }
 
@@ -628,7 +629,7 @@ def _overlapping(plan: LoadPlan, paths: Iterable[KeyPath]) -> list[list[KeyPath]
     """List the targets of each storage in which two elements, of one target or of two, may be in the same place. Targets are distinct."""
     by_storage: dict[int, list[KeyPath]] = {}
     for path in paths:
-        by_storage.setdefault(_storage_of(part_of(plan.tensors[path])), []).append(path)
+        by_storage.setdefault(storage_key(part_of(plan.tensors[path])), []).append(path)
     found = []
     for together in by_storage.values():
         views = sorted((view_of(part_of(plan.tensors[path])) for path in together), key=lambda view: view[:2])
@@ -636,10 +637,6 @@ def _overlapping(plan: LoadPlan, paths: Iterable[KeyPath]) -> list[list[KeyPath]
         if any(map(overlaps_itself, views)) or any(one.end > other.begin for one, other in neighbors):
             found.append(together)
     return found
-
-
-def _storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 # --- Filling -----------------------------------------------------------------------------------------------

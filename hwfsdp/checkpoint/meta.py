@@ -438,9 +438,7 @@ def _refusal(optimizer: Optimizer, expected: str, got: str) -> FSDPError:
 
 def _plain_step(optimizer: Optimizer) -> Callable[..., Any]:
     """Return the step of the optimizer's class, without torch's wrapper that calls hooks."""
-    step: Any = type(optimizer).step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
+    step: Any = inspect.unwrap(type(optimizer).step, stop=lambda step: not getattr(step, "hooked", False))
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         expected = "an optimizer whose step can be made without a closure"
