@@ -107,7 +107,11 @@ def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the distance in elements between neighbors along each dim, in row-major order."""
-    return torch.empty(tuple(shape), device="meta").stride()
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
 
 
 def span_of(box: Box, shape: Sequence[int]) -> tuple[int, int]:
