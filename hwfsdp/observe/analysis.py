@@ -2,8 +2,7 @@
 
 `examine` finds the bytes moved and the bytes expected in a step, hidden communication, and late ranks. The expected bytes follow from
 the log's parameter groups (`run_info`) by the closed forms of `accounting`. The closed forms are for one forward and one backward in
-which every group takes part. A step with k micro-batches gathers k times as often. A step with an evaluation gathers more, too. Then
-the measured bytes are a multiple of the closed form (`Findings.multiple`).
+which every group takes part. A step with k micro-batches gathers k times as often. A step with an evaluation gathers more, too.
 
 `compare` finds what two runs did differently. They did the same if their counts and bytes are equal. The order of events shows where
 the runs begin to differ. Times differ from run to run, so they are shown and not judged.
@@ -13,54 +12,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from hwfsdp.observe.accounting import Strategy, strategy_traffic, unsharded_bytes
+from hwfsdp.observe.accounting import unsharded_bytes
 from hwfsdp.observe.eventlog import EventLog, Traffic, TrafficByOp, traffic_of
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.call_sites import INSIDE
 from hwfsdp.observe.races import find_races
 from hwfsdp.observe.run_info import About, GroupAbout, read_about
-
-REDUCED = ("reduce_scatter", "all_reduce")
-
-
-class StrategyTraffic(NamedTuple):
-    """The bytes that a step would move under a strategy. `matches`: True if every step of the log moved these bytes."""
-
-    strategy: str
-    bytes_by_op: dict[str, int]
-    matches: bool
-
-    @property
-    def moving(self) -> dict[str, int]:
-        """Return the bytes by op, without the collectives that move nothing."""
-        return {op: nbytes for op, nbytes in self.bytes_by_op.items() if nbytes}
-
-
-class Multiple(NamedTuple):
-    """The strategies that match if each collective is repeated. `times`: how often every step repeated it, by op."""
-
-    strategies: list[str]
-    times: dict[str, int]
-
-
-class RankTimes(NamedTuple):
-    """Mean times of one rank per step, in µs.
-
-    Attributes:
-        overlap: share of the collectives' time that compute hid; None without collectives.
-        blocking: True if every collective was waited for at once, so that compute could hide nothing.
-    """
-
-    rank: int
-    step_us: float
-    exposed_comm_us: float
-    overlap: float | None
-    blocking: bool
 
 
 @dataclass(frozen=True)
@@ -75,8 +37,7 @@ class Findings:
         issued: for each op, the line that issued most of these collectives; without ops that name no line.
         ranks_agree: True if every rank moved the same in every step.
         expected: the closed form of one step; None if the groups are not known.
-        strategies: the bytes that each strategy would move; empty if the groups are not known.
-        by_rank: the times of each rank. summary: `EventLog.summary`.
+        silent: the ranks that ran no collective. summary: `EventLog.summary`.
         races: accesses whose order the log does not prove, in words; None if no event names its memory, or if several ranks ran
             and no collective was seen. accesses: number of accesses examined.
     """
@@ -89,8 +50,7 @@ class Findings:
     issued: dict[str, str]
     ranks_agree: bool
     expected: TrafficByOp | None
-    strategies: list[StrategyTraffic]
-    by_rank: list[RankTimes]
+    silent: set[int]
     summary: dict[str, Any]
     races: list[str] | None
     accesses: int
@@ -113,24 +73,6 @@ class Findings:
         expected = {op: t for op, t in self.expected.items() if t.calls}
         return all(moved == expected for moved in self.measured.values())
 
-    @property
-    def multiple(self) -> Multiple | None:
-        """Return the strategies that the log matches if collectives are repeated, as in gradient accumulation.
-
-        None if a strategy matches without repetition, or if no strategy matches.
-        """
-        if not (self.expected and self.measured and self.same_every_step):
-            return None
-        once = {op: t for op, t in self.expected.items() if t.bytes}
-        moved = next(iter(self.measured.values()))
-        times = {op: t.bytes // once[op].bytes for op, t in moved.items() if op in once}
-        multiplied = {op: (times.get(op, 0) * t.calls, times.get(op, 0) * t.bytes) for op, t in once.items()}
-        if moved != multiplied:
-            return None
-        own = {op: t.bytes for op, t in once.items()}
-        names = [each.strategy for each in self.strategies if each.moving == own]
-        return Multiple(names, times) if names and max(times.values(), default=1) > 1 else None
-
 
 def examine(log: EventLog) -> Findings:
     """Compute all findings of a log. Raises the errors of `run_info.read_about` if the description of the run is not readable."""
@@ -148,8 +90,7 @@ def examine(log: EventLog) -> Findings:
         _issued(first.collectives()),
         all(_by_step(part, owners) == measured for part in parts.values()),
         expect(groups) if groups else None,
-        _strategies(groups, measured) if groups else [],
-        [_times(rank, summary["by_rank"][rank], bool(part.collectives())) for rank, part in parts.items()],
+        {rank for rank, part in parts.items() if not part.collectives()},
         summary,
         _races(log, about is not None and about.world_size > 1 and not log.collectives()),
         sum(len(e.reads) + len(e.writes) for e in log.events),
@@ -190,17 +131,12 @@ def _issued(collectives: Iterable[Event]) -> dict[str, str]:
     return {op: counted.most_common(1)[0][0] for op, counted in lines.items()}
 
 
-def _times(rank: int, summary: dict[str, Any], communicated: bool) -> RankTimes:
-    hidden = summary["overlap_fraction"] if communicated else None
-    return RankTimes(rank, summary["step_us"], summary["exposed_comm_us"], hidden, summary["blocking"])
-
-
 # --- Closed forms ------------------------------------------------------------------------------------------
 
 
 def expect(groups: Sequence[GroupAbout]) -> TrafficByOp:
     """Compute the traffic of one forward and one backward by the closed forms. Each group is sharded over its own mesh."""
-    found = dict.fromkeys(("all_gather", *REDUCED), Traffic(0, 0))
+    found = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), Traffic(0, 0))
     for op, nbytes in (moved for group in groups for moved in _collectives_of(group)):
         found[op] = Traffic(found[op].calls + 1, found[op].bytes + nbytes)
     return found
@@ -242,41 +178,6 @@ def expect_peak(groups: Sequence[GroupAbout]) -> int | None:
 def is_root(group: GroupAbout) -> bool:
     """True for the group of a root. Its name is the root's class, so no parameter's name begins with the group's name."""
     return not any(p.fqn.startswith(f"{name}.") for name in group.fqn.split(", ") for p in group.params)
-
-
-def _strategies(groups: Sequence[GroupAbout], measured: dict[int, TrafficByOp]) -> list[StrategyTraffic]:
-    """Compare all strategies for these parameters and ranks. HSDP is included only if the log's mesh has two axes.
-
-    For ZeRO-3, the backward gathers the groups that the log's model gathers again. If the model gathers no group again, the
-    backward gathers all groups.
-    """
-    seen = [{op: t.bytes for op, t in moved.items() if t.bytes} for moved in measured.values()]
-    all_again = not any(g.gathered_again_from for g in groups)
-    hybrid = any(g.replicas > 1 and g.shards > 1 for g in groups)
-    found = []
-    for strategy in Strategy:
-        if strategy is Strategy.HSDP and not hybrid:
-            continue
-        nbytes = Counter[str]()
-        for group in groups:
-            nbytes.update(_under(strategy, group, all_again))
-        traffic = {op: nbytes[op] for op in ("all_gather", *REDUCED)}
-        moving = {op: n for op, n in traffic.items() if n}
-        matches = bool(seen) and all(s == moving for s in seen)
-        found.append(StrategyTraffic(strategy.value, traffic, matches))
-    return found
-
-
-def _under(strategy: Strategy, group: GroupAbout, all_again: bool) -> dict[str, int]:
-    ranks = group.shards * group.replicas
-    gathered = group.sizes()
-    trained = group.sizes(trained_only=True)
-    if strategy is Strategy.ZERO3 and all_again:
-        gathered = [replace(sizes, resharded_after_forward=True) for sizes in gathered]
-    traffic = strategy_traffic(gathered, strategy, ranks, group.shards)
-    reduced = strategy_traffic(trained, strategy, ranks, group.shards)
-    updated = strategy in (Strategy.ZERO1, Strategy.ZERO2)  # they gather only parameters that were trained
-    return {**reduced, "all_gather": (reduced if updated else traffic)["all_gather"]}
 
 
 # --- Two logs ----------------------------------------------------------------------------------------------

@@ -14,18 +14,11 @@ from hwfsdp.observe.tables import lay_out, ms, number_of, signed
 
 _NOTHING = Traffic(0, 0)
 _RACES = 20  # the most races to show as text
-_SAYS_STRATEGY = {
-    "DDP": "parameters and gradients whole on every rank",
-    "ZeRO-1": "the optimizer's state sharded",
-    "ZeRO-2": "gradients sharded too, parameters whole from forward to backward",
-    "ZeRO-3": "parameters sharded too",
-    "HSDP": "ZeRO-3 within groups of ranks, replicated across them",
-}
 
 
 def describe(findings: Findings, name: str) -> str:
     """Return the text that `hwfsdp trace show` prints."""
-    parts = [[printable(_headline(findings, name))], _traffic(findings), _strategies(findings)]
+    parts = [[printable(_headline(findings, name))], _traffic(findings)]
     parts += [_times(findings), _memory(findings), _races(findings)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -46,8 +39,11 @@ def _headline(findings: Findings, name: str) -> str:
         f"over {shards}" + (f", {number_of(replicas, 'replica')}" if replicas > 1 else "")
         for shards, replicas in sorted(grids)
     )
-    groups = number_of(len(about.groups), "parameter group")
-    return f"{text}, torch {about.torch}, {about.device}. {groups}, sharded {over}."
+    groups, again = number_of(len(about.groups), "parameter group"), [
+        g.gathered_again_from for g in about.groups
+    ]
+    twice = f"{len(again) - again.count(0)} of them gathered again for the backward"
+    return f"{text}, torch {about.torch}, {about.device}. {groups}, sharded {over}, {twice}."
 
 
 def _traffic(findings: Findings) -> list[str]:
@@ -120,39 +116,16 @@ def _differing_steps(findings: Findings) -> list[str]:
     return ["  Steps differ:", *lay_out(filled, left=width, indent="    ")]
 
 
-def _strategies(findings: Findings) -> list[str]:
-    if not findings.strategies:
-        return []
-    if findings.about and findings.about.world_size == 1:
-        return ["On one rank nothing travels, whatever is sharded."]
-    ops = list(findings.strategies[0].bytes_by_op)
-    rows = [["", *ops, ""]]
-    for each in findings.strategies:
-        mark = "← this log" if each.matches else ""
-        rows.append([each.strategy, *(f"{each.bytes_by_op[op]:,}" for op in ops), mark])
-    return ["Bytes of one step, by strategy", *lay_out(rows), f"  {_strategy_said(findings)}"]
-
-
-def _strategy_said(findings: Findings) -> str:
-    matching, times = [each.strategy for each in findings.strategies if each.matches], ""
-    multiple = findings.multiple
-    if not matching and multiple is not None:
-        matching = multiple.strategies
-        times = "".join(f", {op} {n} times" for op, n in multiple.times.items() if n > 1)
-    if not matching:
-        return "No strategy moves these bytes."
-    return f"It moves the same bytes as {' and '.join(matching)}{times}: {_SAYS_STRATEGY[matching[-1]]}."
-
-
 def _times(findings: Findings) -> list[str]:
     rows = [["", "step", "exposed communication", "hidden"]]
-    for rank, step, exposed, overlap, blocking in findings.by_rank:
-        hidden = ["–", "–"] if overlap is None else [ms(exposed), "–" if blocking else f"{overlap:.0%}"]
-        rows.append([f"rank {rank}", ms(step), *hidden])
+    for rank, times in findings.summary["by_rank"].items():
+        hidden = "–" if times["blocking"] else f"{times['overlap_fraction']:.0%}"
+        shown = ["–", "–"] if rank in findings.silent else [ms(times["exposed_comm_us"]), hidden]
+        rows.append([f"rank {rank}", ms(times["step_us"]), *shown])
     lines = ["Time of one step, mean", *lay_out(rows)]
     if findings.summary["blocking"]:
         lines.append(f"  Nothing can be hidden: {WAITS_AT_ONCE}.")
-    if len(findings.ranks) > 1 and any(each.overlap is not None for each in findings.by_rank):
+    if len(findings.ranks) > max(1, len(findings.silent)):
         lines.append(f"  {_skew(findings.summary)}")
     return lines
 
@@ -208,10 +181,6 @@ def as_json(findings: Findings, name: str) -> dict[str, Any]:
         "as_expected": findings.as_expected,
         "same_every_step": findings.same_every_step,
         "ranks_agree": findings.ranks_agree,
-        "strategies": {each.strategy: each.bytes_by_op for each in findings.strategies},
-        "matching_strategies": [each.strategy for each in findings.strategies if each.matches],
-        "multiple": None if findings.multiple is None else findings.multiple._asdict(),
-        "by_rank": [each._asdict() for each in findings.by_rank],
         "summary": findings.summary,
         "races": findings.races,
         "accesses": findings.accesses,
