@@ -27,12 +27,11 @@ from collective_drawing import plot_collective
 from hwfsdp.compat import strided_shard
 from hwfsdp.features.fully_shard import fully_shard
 from hwfsdp.launcher.launch import launch
-from hwfsdp.observe import accounting
-from hwfsdp.observe.accounting import GroupSizes
+from hwfsdp.observe.analysis import expect_peak
+from hwfsdp.observe.run_info import read_about
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.plot import loss, memory, scaling, timeline
 from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
-from hwfsdp.train.compared_runs import group_sizes
 from hwfsdp.train.loop import TrainConfig, build_model, shard_model, train
 from hwfsdp.train.models import GPT, GPTConfig
 from hwfsdp.virtual.run import LIMITS, Simulation, simulate
@@ -129,22 +128,17 @@ def _exchange(op: str) -> tuple[Tensor, Tensor]:
 # --- Pictures ----------------------------------------------------------------------------------------------
 
 
-def _groups() -> tuple[GroupSizes, list[GroupSizes]]:
-    """Return the group of the root and the groups of the blocks."""
-    return group_sizes(build_model(MODEL, seed=0))
-
-
 def _memory(runs: Runs, width: float) -> Figure:
     """Draw the memory of ranks of this machine, which compute on the CPU."""
-    root, blocks = _groups()
-    closed = accounting.peak_unsharded_bytes([root], blocks, 2)
+    about = read_about(runs.logs[2].about)
+    closed = (expect_peak(about.groups) if about else None) or 0
     return memory.plot_memory(runs.logs[2], expected={"closed form of unsharded_param": closed}, width=width)
 
 
 def _scaling(runs: Runs, width: float) -> Figure:
     """Draw predictions for growing numbers of GPUs, with two sequences per GPU."""
-    points = scaling.points_of(_on_virtual_gpus(2**n, sequences=2) for n in range(3, 12, 2))
-    return scaling.plot_scaling(points, title="A GPT on H100s", caption=f"Predicted: {LIMITS}.", width=width)
+    found = [_on_virtual_gpus(2**n, sequences=2) for n in range(3, 12, 2)]
+    return scaling.plot_scaling(found, title="A GPT on H100s", caption=f"Predicted: {LIMITS}.", width=width)
 
 
 def _strided(runs: Runs, width: float) -> Figure:

@@ -56,23 +56,11 @@ scaled = {f"{gpus} GPUs": simulate(MODEL, gpus, "h100") for gpus in (8, 64, 512,
 show(scaled)
 
 # %%
-from hwfsdp.plot.scaling import ScalingPoint, plot_scaling
+from hwfsdp.plot.scaling import plot_scaling
 from hwfsdp.virtual.run import LIMITS
 
-
-def point(run):
-    speed = run.plan.batch * run.plan.seq / run.step_seconds
-    return ScalingPoint(
-        run.gpus,
-        speed,
-        run.step_seconds,
-        run.peak_memory_gib,
-        run.exposed_comm_fraction,
-    )
-
-
 plot_scaling(
-    [point(run) for run in scaled.values()],
+    list(scaled.values()),
     title="6 blocks of an 8B Llama on virtual H100s, 4096 tokens each",
     caption=f"Predicted: {LIMITS}.",
 )

@@ -118,11 +118,11 @@ def _check_sweep(args: argparse.Namespace) -> None:
 
 def _draw(found: Sequence[run.Simulation], args: argparse.Namespace) -> None:
     """Draw the curve of a sweep, or the streams of a step."""
-    from hwfsdp.plot.scaling import plot_scaling, points_of
+    from hwfsdp.plot.scaling import plot_scaling
     from hwfsdp.plot.timeline import plot_timeline
 
     title, caption = f"{found[0].target} on {found[0].device.name}", f"Predicted: {run.LIMITS}."
-    sweep = args.sweep and plot_scaling(points_of(found), title=title, caption=caption)
+    sweep = args.sweep and plot_scaling(found, title=title, caption=caption)
     figure = sweep or plot_timeline(found[0].log)
     with whole_file(args.png) as draft:
         figure.savefig(draft, format="png")

@@ -9,9 +9,8 @@ hardware leaves out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from hwfsdp.errors import UsageError
 from hwfsdp.plot import sheet, style
@@ -24,48 +23,21 @@ _HEIGHT, _LEFT, _RIGHT, _BOTTOM, _LARGE, _BETWEEN, _ROW_GAP = 4.0, 0.8, 0.3, 0.5
 _CAPTION_LINE, _SHARE = 0.17, 0.42  # inches: of a line of the caption; between the shares of two points
 
 
-class ScalingPoint(NamedTuple):
-    """The numbers of a run on some number of GPUs.
-
-    Attributes:
-        gpus: number of GPUs. tokens_per_second_per_gpu, step_seconds: speed and time of a training step.
-        memory_gib: peak of one GPU.
-        exposed_fraction: share of the step in which only communication runs, 0.0 to 1.0.
-    """
-
-    gpus: int
-    tokens_per_second_per_gpu: float
-    step_seconds: float
-    memory_gib: float
-    exposed_fraction: float
-
-
-def points_of(simulations: Iterable[Simulation]) -> list[ScalingPoint]:
-    """Return the points of predictions for several numbers of GPUs. The speed is 0 if the number of tokens is not known."""
-    return [
-        ScalingPoint(
-            *(found.gpus, found.tokens_per_second_per_gpu or 0.0, found.step_seconds),
-            *(found.peak_memory_gib, found.exposed_comm_fraction),
-        )
-        for found in simulations
-    ]
-
-
 def plot_scaling(
-    points: Sequence[ScalingPoint], *, title: str = "Scaling", caption: str = "", width: float = sheet.PAGE
+    found: Sequence[Simulation], *, title: str = "Scaling", caption: str = "", width: float = sheet.PAGE
 ) -> Figure:
     """Draw tokens per second and GPU with the ideal line, and step time, memory and exposed communication.
 
     Args:
-        points: one per number of GPUs.
+        found: one simulation per number of GPUs.
         title: the model and the machine. caption: what the numbers leave out; a long caption is broken into lines.
         width: of the picture, in inches. On a narrow one, the small panels stand below the large one.
 
     Raises:
-        UsageError: there are no points, two points for one number of GPUs, or a number that is negative or not finite.
+        UsageError: there are no simulations, or two for one number of GPUs.
     """
-    _check(points)
-    ordered = sorted(points, key=lambda p: p.gpus)
+    _check(found)
+    ordered = sorted(found, key=lambda p: p.gpus)
     left, is_narrow = sheet.head_left(width, _LEFT), width < sheet.PAGE
     inner = width - left - sheet.MARGIN
     head = sheet.head(title, _text(ordered), _keys(), inner)
@@ -84,13 +56,13 @@ def plot_scaling(
     return figure
 
 
-def _draw_panels(figure: Figure, left: float, bottom: float, points: Sequence[ScalingPoint]) -> None:
+def _draw_panels(figure: Figure, left: float, bottom: float, points: Sequence[Simulation]) -> None:
     """Draw the three small panels, one below the other, from `left` to the right edge."""
     height = (_HEIGHT - 2 * _ROW_GAP) / 3
-    panels: tuple[tuple[str, Callable[[ScalingPoint], float]], ...] = (
+    panels: tuple[tuple[str, Callable[[Simulation], float]], ...] = (
         ("seconds per step", lambda p: p.step_seconds),
-        ("GiB reserved on a GPU", lambda p: p.memory_gib),
-        ("exposed communication, % of step", lambda p: 100.0 * p.exposed_fraction),
+        ("GiB reserved on a GPU", lambda p: p.peak_memory_gib),
+        ("exposed communication, % of step", lambda p: 100.0 * p.exposed_comm_fraction),
     )
     for row, (name, value) in enumerate(panels):
         y = bottom + (2 - row) * (height + _ROW_GAP)
@@ -100,25 +72,28 @@ def _draw_panels(figure: Figure, left: float, bottom: float, points: Sequence[Sc
         axes.set_xlabel("GPUs" if row == 2 else "", fontsize=style.TEXT_SIZE)
 
 
-def _check(points: Sequence[ScalingPoint]) -> None:
-    values = [tuple(p) for p in points]
-    sound = all(math.isfinite(value) and value >= 0 for point in values for value in point)
-    if points and sound and len({p.gpus for p in points}) == len(points) and min(p.gpus for p in points) > 0:
-        return
-    raise UsageError(
-        "plot_scaling",
-        expected="one or more points, each of another number of GPUs, with finite numbers that are not negative",
-        got=f"{values}" if values else "no points",
-        remedy="Pass one point for each number of GPUs.",
-    )
+def _check(found: Sequence[Simulation]) -> None:
+    gpus = [each.gpus for each in found]
+    if not gpus or len(set(gpus)) < len(gpus):
+        raise UsageError(
+            "plot_scaling",
+            expected="one or more simulations, each of another number of GPUs",
+            got=f"{gpus} GPUs",
+            remedy="Pass one simulation for each number of GPUs.",
+        )
 
 
-def _text(points: Sequence[ScalingPoint]) -> str:
+def _speed(found: Simulation) -> float:
+    """Return the tokens per second and GPU; 0 if the number of tokens is not known."""
+    return found.tokens_per_second_per_gpu or 0.0
+
+
+def _text(points: Sequence[Simulation]) -> str:
     first, last = points[0], points[-1]
-    speed = number(first.tokens_per_second_per_gpu)
-    if first.gpus == last.gpus or not first.tokens_per_second_per_gpu:
+    speed = number(_speed(first))
+    if first.gpus == last.gpus or not _speed(first):
         return f"{first.gpus} GPU{'s' * (first.gpus > 1)}: {speed} tokens per second and GPU"
-    share = last.tokens_per_second_per_gpu / first.tokens_per_second_per_gpu
+    share = _speed(last) / _speed(first)
     return f"{first.gpus} to {last.gpus} GPUs: at {last.gpus}, each has {share:.0%} of the {speed} tokens per second at {first.gpus}"
 
 
@@ -138,9 +113,9 @@ def _keys() -> list[Line2D]:
     ]
 
 
-def _draw_speed(axes: Axes, points: Sequence[ScalingPoint]) -> None:
+def _draw_speed(axes: Axes, points: Sequence[Simulation]) -> None:
     """Draw the curve and the ideal. Below each point stands its share of the ideal, or above it if there is no room below."""
-    speeds = [p.tokens_per_second_per_gpu for p in points]
+    speeds = [_speed(p) for p in points]
     top = max(speeds) or 1.0
     _frame(axes, [p.gpus for p in points], 1.15 * top)
     axes.axhline(speeds[0], color=style.GREYS[3], linewidth=1.2, linestyle=(0, (4, 3)), gid="ideal")
@@ -150,7 +125,7 @@ def _draw_speed(axes: Axes, points: Sequence[ScalingPoint]) -> None:
     most = max(1, min(10, int(axes.bbox.width / sheet.DPI / _SHARE)))
     for point in points[::-1][:: -(-len(points) // most)] if speeds[0] else ():
         if point is not points[0]:
-            speed = point.tokens_per_second_per_gpu
+            speed = _speed(point)
             # Below a faster point, the dashed line would cross the text.
             beside = (0, 8 if speed < 0.12 * top or speed >= speeds[0] else -14)
             text = f"{speed / speeds[0]:.0%}"
@@ -158,7 +133,7 @@ def _draw_speed(axes: Axes, points: Sequence[ScalingPoint]) -> None:
 
 
 def _draw_panel(
-    axes: Axes, points: Sequence[ScalingPoint], name: str, value: Callable[[ScalingPoint], float]
+    axes: Axes, points: Sequence[Simulation], name: str, value: Callable[[Simulation], float]
 ) -> None:
     values = [value(p) for p in points]
     _frame(axes, [p.gpus for p in points], 1.15 * max(values) or 1.0)

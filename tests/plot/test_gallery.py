@@ -98,7 +98,7 @@ REFUSED: list[tuple[Callable[[], Figure], str]] = [
     (lambda: plot_sharding([LaidOut("scale", (), ROWS)], {"shard": 2}), "'scale' without dimensions"),
     (lambda: plot_sharding([LaidOut("w", (4,), STRIDED)], {"a": 2, "b": 2}), "expected an axis of the mesh"),
     (lambda: plot_sharding([LaidOut("w", (4,), STRIDED)], {"shard": 2}), "one for each dim of the mesh"),
-    (lambda: plot_scaling(points_of(1) * 2), "plot_scaling: expected one or more points"),
+    (lambda: plot_scaling(points_of(1) * 2), "plot_scaling: expected one or more simulations"),
 ]
 
 

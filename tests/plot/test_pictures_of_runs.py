@@ -244,6 +244,6 @@ def test_the_panels_of_scaling_show_speed_with_an_ideal_time_memory_and_exposed_
         "speed": [p.tokens_per_second_per_gpu for p in points],
         "ideal": [6000, 6000],  # the speed on the fewest GPUs
         "seconds per step": [p.step_seconds for p in points],
-        "GiB reserved on a GPU": [p.memory_gib for p in points],
-        "exposed communication, % of step": [pytest.approx(100 * p.exposed_fraction) for p in points],
+        "GiB reserved on a GPU": [p.peak_memory_gib for p in points],
+        "exposed communication, % of step": [pytest.approx(100 * p.exposed_comm_fraction) for p in points],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
@@ -17,7 +18,6 @@ from hwfsdp import Event, EventLog
 from hwfsdp.observe.events import Sample
 from hwfsdp.observe.ledger import KINDS
 from hwfsdp.plot import sheet
-from hwfsdp.plot.scaling import ScalingPoint
 
 MIB = 2**20
 
@@ -72,10 +72,16 @@ def sampled(*totals: dict[str, int], rank: int = 0) -> EventLog:
     return EventLog([], {rank: [Sample(1e3 * ms, {**zeros, **kinds}) for ms, kinds in enumerate(totals)]})
 
 
-def points_of(count: int, scale: float = 1.0) -> list[ScalingPoint]:
-    """Make a curve with `count` numbers of GPUs. The ideal is 6000 tokens/s/GPU."""
+def points_of(count: int, scale: float = 1.0) -> list[Any]:
+    """Make stand-ins for simulations of `count` numbers of GPUs. The ideal is 6000 tokens/s/GPU."""
     return [
-        ScalingPoint(8 * 2**i, scale * 6000 / (1 + i / 10), scale * (1 + i), scale * 80 / (i + 1), i / 20)
+        SimpleNamespace(
+            gpus=8 * 2**i,
+            tokens_per_second_per_gpu=scale * 6000 / (1 + i / 10),
+            step_seconds=scale * (1 + i),
+            peak_memory_gib=scale * 80 / (i + 1),
+            exposed_comm_fraction=i / 20,
+        )
         for i in range(count)
     ]
 
