@@ -7,7 +7,9 @@ ranks on this machine. Players of the reference show its events and times, but n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -60,9 +62,8 @@ class Player(NamedTuple):
 @cache
 def demo(reshard_after_forward: bool | None) -> EventLog:
     """Record two steps of the demo's model on two ranks of this machine."""
-    return trace_run(
-        Target(None, (), Steps(), reshard_after_forward=reshard_after_forward), 2, "cpu", own_output=False
-    )
+    with redirect_stdout(sys.stderr):
+        return trace_run(Target(None, (), Steps(), reshard_after_forward=reshard_after_forward), 2, "cpu")
 
 
 def with_and_without_freeing() -> Logs:
@@ -186,7 +187,9 @@ def add_players(app: Any, doctree: nodes.document) -> None:
     for name, player in reversed(PLAYERS.items()):  # of two players at one place, the first comes first
         if player.page == page:
             address = f"{'../' * page.count('/')}{FOLDER}/{name}.html"
-            is_low = isinstance(player.logs, partial) and player.logs.func is stations  # it has no pane of memory
+            is_low = (
+                isinstance(player.logs, partial) and player.logs.func is stations
+            )  # it has no pane of memory
             text = BLOCK.render(says=player.says, address=address, is_low=is_low)
             block = nodes.raw("", text, format="html")
             parent, place = _place(doctree, player.at)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from hwfsdp.cli.terminal import answer
-from hwfsdp.errors import UsageError
 from hwfsdp.files import whole_file
 from hwfsdp.layout.explain import Blueprint, explain_on_paper
 from hwfsdp.observe.tables import format_bytes
@@ -49,8 +48,8 @@ def _groups(wrapped: list[str]) -> str:
 
 def simulate(args: argparse.Namespace) -> int:
     """Simulate a step, or one for each number of GPUs in a sweep."""
-    if args.sweep:
-        _check_sweep(args)
+    for gpus in args.sweep or ():
+        placed(device_named(args.device), gpus)  # raises here, before anything is simulated
     found = [*_simulations(args)]
     if args.png:
         _draw(found, args)
@@ -83,14 +82,13 @@ def _once(args: argparse.Namespace, gpus: int) -> run.Simulation:
     if args.dtype is not None:
         settings["param_dtype"] = getattr(torch, args.dtype)
     target = find_function(args.model) if ":" in args.model else args.model
-    nodes = args.nodes if gpus == args.gpus else None
     # Otherwise torch prints all arguments of an operator that raises.
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     remedy = "Virtual tensors have shapes, but no values and no device. Remove .cuda() and code that reads numbers."
     of_the_user = told_in_one_line(f"a virtual step of {args.model}", "it to run", remedy)
     # The user's step may print, or raise.
     with redirect_stdout(sys.stderr), of_the_user if ":" in args.model else nullcontext():
-        found = run.simulate(target, gpus, args.device, nodes=nodes, hsdp=args.hsdp, **settings)
+        found = run.simulate(target, gpus, args.device, nodes=args.nodes, hsdp=args.hsdp, **settings)
     return replace(found, target=args.model)
 
 
@@ -101,19 +99,6 @@ def _misfit(found: run.Simulation) -> str:
     where = f"{found.target} on {found.gpus} × {found.device.name}"
     remedy = "More GPUs, smaller batches or activation checkpointing need less."
     return f"{where} needs {needs} of each GPU's {has}, {over} too many. {remedy}"
-
-
-def _check_sweep(args: argparse.Namespace) -> None:
-    """Raise an error for a wrong option before anything is simulated."""
-    if args.nodes is not None:
-        raise UsageError(
-            "simulate --sweep",
-            expected="no --nodes: a sweep takes as few nodes as possible",
-            got=f"--nodes {args.nodes}",
-            remedy="Leave out --nodes, or simulate each number of GPUs by itself.",
-        )
-    for gpus in args.sweep:
-        placed(device_named(args.device), gpus, None)
 
 
 def _draw(found: Sequence[run.Simulation], args: argparse.Namespace) -> None:

@@ -68,11 +68,11 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def seconds(text: str) -> float:
+def positive(text: str) -> float:
     with suppress(ValueError):
         if 0 < float(text) <= 1e6:
             return float(text)
-    raise argparse.ArgumentTypeError(f"expected seconds, more than 0 and at most 1,000,000, got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1,000,000, got {text!r}")
 
 
 def names(text: str) -> tuple[str, ...]:

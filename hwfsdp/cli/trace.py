@@ -16,7 +16,7 @@ from hwfsdp.plot import export as pictures
 
 def run(args: Namespace) -> int:
     """Record a run, and show its findings. Return 0 if there is no race."""
-    from hwfsdp.cli.training import reshard_of
+    from hwfsdp.cli.training import prints_of_ranks, reshard_of
     from hwfsdp.train.implementations import OURS, read_implementation
     from hwfsdp.train.traced_run import DEMO, Steps, Target, read_steps, trace_run
 
@@ -33,7 +33,8 @@ def run(args: Namespace) -> int:
     implementation = read_implementation(args.implementation or OURS)
     check_writable(args.out)
     asked = Target(script, tuple(args.script_arguments), wanted, implementation, reshard_of(args))
-    log = trace_run(asked, args.ranks, args.device, own_output=not args.as_json, timeout=args.timeout)
+    with prints_of_ranks(args.as_json):
+        log = trace_run(asked, args.ranks, args.device, args.timeout)
     log.save(args.out)
     found = examine(log)
     status = _tell(args, found, str(args.out) if args.as_json else args.target)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hwfsdp import __version__
-from hwfsdp.cli.terminal import MOST_GPUS, VerbParser, names, reshard, seconds, sweep, whole
+from hwfsdp.cli.terminal import MOST_GPUS, VerbParser, names, positive, reshard, sweep, whole
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -43,6 +43,11 @@ class Verbs:
     def group(self, verb: str, title: str, about: str | None = None) -> Add:
         """Add a group of options to a verb."""
         add: Add = self._to.choices[verb].add_argument_group(title, about).add_argument
+        return add
+
+    def alternatives(self, verb: str) -> Add:
+        """Add options to a verb of which only one may be given."""
+        add: Add = self._to.choices[verb].add_mutually_exclusive_group().add_argument
         return add
 
 
@@ -93,7 +98,7 @@ def _training(add: Add, steps: int) -> None:
     add("--seq-len", type=whole(1), default=128, help="bytes per sequence (default 128)")
     add("--layers", type=whole(1), default=4, help="transformer blocks (default 4)")
     add("--dim", type=whole(1), default=128, help="width of the model (default 128)")
-    add("--lr", type=float, default=1e-3, help="learning rate of AdamW (default 0.001)")
+    add("--lr", type=positive, default=1e-3, help="learning rate of AdamW (default 0.001)")
     add("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
     add("--text", metavar="FILE", help="train on this text file (default: Python's help topics)")
     _json(add)
@@ -101,7 +106,7 @@ def _training(add: Add, steps: int) -> None:
 
 def _timeout(add: Add) -> None:
     help = "time limit of a step with your own file (default 60), otherwise of a collective (default 300)"
-    add("--timeout", metavar="SECONDS", type=seconds, help=help)
+    add("--timeout", metavar="SECONDS", type=positive, help=help)
 
 
 def _demo_and_doctor(verbs: Verbs) -> None:
@@ -219,7 +224,6 @@ def _simulate(verbs: Verbs) -> None:
     add("--model", metavar="NAME", default="llama3-8b", help=model)
     gpus = whole(1, MOST_GPUS)
     add("--gpus", metavar="N", type=gpus, default=8, help="number of GPUs (default 8)")
-    add("--nodes", metavar="M", type=gpus, help="number of machines (default: as few as possible)")
     device = "name of the GPU (default h100; an unknown name lists all names)"
     add("--device", metavar="NAME", default="h100", help=device)
     add("--batch", metavar="B", type=gpus, default=1, help="sequences per GPU (default 1)")
@@ -238,7 +242,9 @@ def _simulate(verbs: Verbs) -> None:
     dtypes = ["bfloat16", "float16", "float32"]
     help = "dtype of the computation (default bfloat16)"
     add("--dtype", choices=dtypes, help=help)
-    add("--sweep", metavar="gpus=A..B", type=sweep, help="simulate A, 2A, 4A … B GPUs")
+    one_of = verbs.alternatives("simulate")
+    one_of("--nodes", metavar="M", type=gpus, help="number of machines (default: as few as possible)")
+    one_of("--sweep", metavar="gpus=A..B", type=sweep, help="simulate A, 2A, 4A … B GPUs")
     add("--trace", metavar="FILE", type=Path, help="write the event log (.json or .json.gz)")
     add("--png", metavar="FILE", type=Path, help="draw the streams, or a sweep's curve")
     _json(add)
@@ -290,7 +296,7 @@ def _trace_run(to: Any) -> None:
     add("--steps", metavar="N|A..B|A..", default="", help=steps)
     _device(add)
     limit = "time limit of a collective (default: the script's, or 300)"
-    add("--timeout", metavar="SECONDS", type=seconds, help=limit)
+    add("--timeout", metavar="SECONDS", type=positive, help=limit)
     own = "for the demo: hwfsdp (default), fsdp2, none, or your own Python file"
     add("--implementation", metavar="NAME|FILE.py", help=own)
     free = "for the demo: free parameters after the forward (default: yes, except for the root)"

@@ -70,17 +70,6 @@ class TrainConfig:
                 got=self.param_dtype,
                 remedy="Leave --param-dtype out, or choose another implementation.",
             )
-        if (
-            min(self.batch, self.steps) < 1
-            or self.param_dtype not in DTYPES
-            or not 0 < self.lr < float("inf")
-        ):
-            raise UsageError(
-                "TrainConfig",
-                expected=f"rows, steps and a learning rate above 0, and a dtype among {', '.join(DTYPES)}",
-                got=f"{self.batch} rows, {self.steps} steps, learning rate {self.lr}, {self.param_dtype}",
-                remedy="Change these settings.",
-            )
 
 
 @dataclass

@@ -1,12 +1,11 @@
 """Snapshots: everything that a run needs to continue, saved at intervals.
 
-A snapshot holds the model, the optimizer's state, the number of finished steps, their losses and gradient norms, the states of
-each rank's random number generators, and the settings of the run. Batches are a function of seed and step (see `data`), so the
-number of the step is also the position in the data. Training here draws no other random numbers: the states are for what a rank
-draws after the run. A run that resumes on the same number of ranks computes the same bits as a run that was never interrupted. On
-another number of ranks, it computes the same up to rounding.
+A snapshot holds the model, the optimizer's state, the number of finished steps, their losses and gradient norms, and the settings
+of the run. Batches are a function of seed and step (see `data`), so the number of the step is also the position in the data. A run
+that resumes on the same number of ranks computes the same bits as a run that was never interrupted. On another number of ranks, it
+computes the same up to rounding.
 
-Left out: the generators of Python and numpy.
+Left out: states of random number generators, because training here draws no other random numbers. `checkpoint.PerRank` saves them.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hwfsdp.checkpoint.meta import init_optimizer_state
-from hwfsdp.checkpoint import PerRank, SaveHandle, async_save, commit, inspect, load, save
+from hwfsdp.checkpoint import SaveHandle, async_save, commit, inspect, load, save
 from hwfsdp.errors import UsageError
 
 ROWS = "rows of a batch, all ranks together"  # the setting that ranks may share differently after a resume
@@ -100,20 +98,12 @@ class Snapshots:
             return Progress()
         found = inspect(source)
         self._check_settings(found.values)
-        mine = self._generators()
-        shapes = [found.tensors[f"state_dict['generators'][{rank}]"].shape for rank in range(found.ranks)]
-        fits = shapes == [mine.value.shape] * dist.get_world_size()
-        # States of other ranks, or of another device, are read and not used.
-        others = {rank: torch.empty(shape, dtype=torch.uint8) for rank, shape in enumerate(shapes)}
         init_optimizer_state(self.optimizer)
         losses = torch.empty(found.tensors["state_dict['losses']"].shape, dtype=torch.float64)
         norms = torch.empty_like(losses)
         state = {**self._state(Progress()), "losses": losses, "grad_norms": norms}
-        state["generators"] = mine if fits else others
         load(state, source)
         self.optimizer.load_state_dict(state["optimizer"])
-        if fits:
-            self._set_generators(mine.value)
         return Progress(losses.tolist(), norms.tolist())
 
     def save(self, progress: Progress) -> None:
@@ -140,7 +130,6 @@ class Snapshots:
             "optimizer": self.optimizer.state_dict(),
             "losses": torch.tensor(progress.losses, dtype=torch.float64),
             "grad_norms": torch.tensor(progress.grad_norms, dtype=torch.float64),
-            "generators": self._generators(),
             "settings": self.settings,
         }
 
@@ -154,24 +143,6 @@ class Snapshots:
                     got=f"{setting!r}",
                     remedy="Give the same setting, or start again in another directory.",
                 )
-
-    # --- Random numbers ------------------------------------------------------------------------------------
-
-    def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-    def _generators(self) -> PerRank:
-        """Return the states of this rank's generators, as one tensor of bytes."""
-        states = [torch.get_rng_state()]
-        if self._device().type != "cpu":
-            states.append(torch.get_device_module(self._device()).get_rng_state())
-        return PerRank(torch.cat(states))
-
-    def _set_generators(self, mine: Tensor) -> None:
-        size = torch.get_rng_state().numel()
-        torch.set_rng_state(mine[:size].clone())
-        if mine.numel() > size:
-            torch.get_device_module(self._device()).set_rng_state(mine[size:].clone())
 
 
 def rows_of(config: SnapshotConfig | None, rows: int, world_size: int) -> int:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -220,14 +220,12 @@ def trace_run(
     target: Target,
     ranks: int,
     device: str | None = None,
-    own_output: bool = True,
     timeout: float | None = None,
 ) -> EventLog:
     """Start ranks, run the target on them, and return the merged log of all ranks.
 
     Args:
         device: "cpu" or "cuda". None: "cuda" if there is a GPU for each rank, else "cpu".
-        own_output: True sends the script's output to `sys.stdout`, False to `sys.stderr`.
         timeout: seconds for each collective of the default process group. None: the script's own timeout, or 300.
 
     Raises:
@@ -236,9 +234,7 @@ def trace_run(
     """
     _check(target)
     device = device_for(ranks, device)
-    with tempfile.TemporaryDirectory(prefix="hwfsdp-") as rendezvous, ExitStack() as output:
-        if not own_output:
-            output.enter_context(redirect_stdout(sys.stderr))
+    with tempfile.TemporaryDirectory(prefix="hwfsdp-") as rendezvous:
         try:
             folder = Path(rendezvous)
             captured = launch(capture_on_rank, ranks, target, device, folder, seconds=timeout, device=device)

@@ -76,13 +76,13 @@ class World:
 
     Attributes:
         clock, allocator: the clock and the allocator of rank 0's device.
-        flops: FLOPs of all operators so far. attention_flops: FLOPs of the backwards of attention, as if nothing were masked.
+        attention_flops: FLOPs of the backwards of attention, as if nothing were masked.
     """
 
     def __init__(self, gpus: int, device: Device, values: bool = False) -> None:
         self.gpus, self.device, self.values = gpus, device, values
         self.clock, self.allocator = Clock(device), Allocator()
-        self.flops = self.attention_flops = 0.0
+        self.attention_flops = 0.0
         self.works_out_shapes = False  # True while DTensor calls operators only for the shapes of results
         # within a step of an optimizer, but not in its closure: its number of steps, with this one
         self.steps: int | None = None
@@ -133,9 +133,9 @@ class World:
         self.allocator.see(storage, self.clock.current)
 
     def restart(self) -> None:
-        """Set the time and the FLOPs to 0. No work is pending afterwards."""
+        """Set the time and the FLOPs of attention to 0. No work is pending afterwards."""
         self.clock.restart()
-        self.flops = self.attention_flops = 0.0
+        self.attention_flops = 0.0
 
     @contextmanager
     def _unmetered(self) -> Iterator[None]:
@@ -185,7 +185,6 @@ class Meter(compat.DispatchMode):
             self._communicate(op, args, out)
             return out
         cost = cost_of(op, args, kwargs, out)
-        world.flops += cost.flops
         world.attention_flops += cost.unmasked
         world.clock.run(cost.us(world.device))
         return out

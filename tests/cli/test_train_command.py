@@ -14,15 +14,8 @@ from hwfsdp import EventLog, UsageError
 from hwfsdp.cli import main
 from hwfsdp.cli.terminal import own_command
 from hwfsdp.train import loop
-from hwfsdp.train.loop import TrainConfig
 
 TINY = ["--layers", "2", "--dim", "32", "--seq-len", "16", "--batch", "2"]
-
-
-def test_settings_that_make_no_sense_are_refused() -> None:
-    for settings in ({"steps": 0}, {"batch": 0}, {"param_dtype": "int8"}):
-        with pytest.raises(UsageError, match="TrainConfig"):
-            TrainConfig(**settings)  # type: ignore[arg-type]
 
 
 def test_train_prints_json_and_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +35,6 @@ def test_unusable_arguments_are_one_line_and_status_2(
         ("train --text /no/such/file", "No such file"),
         ("train --dim 33 --heads 2", "a width that the heads divide"),
         ("train --seq-len 10000000", "more than 10000000 bytes"),
-        ("train --lr nan", "learning rate nan"),
         ("train --trace /no/such/folder/t.json", "cannot write '/no/such/folder/t.json'"),
         (f"train --save-every 1 --checkpoint {tmp_path}/file/run", f"cannot write '{tmp_path}/file/run'"),
         (f"demo --out {tmp_path}/file/inside", "Not a directory"),
@@ -58,6 +50,7 @@ def test_a_verb_refuses_an_unknown_argument_in_one_line(capsys: pytest.CaptureFi
         ("simulate --checkpoint ful", "Did you mean: hwfsdp simulate --checkpoint full\n"),
         ("demo --ranks 0", "expected a whole number, 1 "),
         ("train --ranks x", "got 'x'"),
+        ("train --lr nan", "expected a number above 0"),
     ]:
         said = said_by(capsys, *argv.split())
         assert said.status == 2 and said.err.startswith(f"hwfsdp {argv.split()[0]}") and complaint in said.err

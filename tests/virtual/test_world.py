@@ -217,7 +217,6 @@ def test_dtensors_are_computed_and_moved_by_their_local_parts() -> None:
             whole = y.redistribute(placements=[Replicate()]).to_local()
             assert whole.shape == (8, 5)
         assert isinstance(y, DTensor) and y.to_local().shape == (4, 5)
-        assert world.flops == 2 * 4 * 6 * 5
         assert [(e.op, e.bytes) for e in log.collectives()] == [("all_gather", 4 * 8 * 5)]
 
 
