@@ -34,6 +34,7 @@ from hwfsdp.plot import loss, memory, scaling, timeline
 from hwfsdp.plot.grid import LaidOut, laid_out, plot_sharding
 from hwfsdp.train.loop import TrainConfig, build_model, shard_model, train
 from hwfsdp.train.models import GPT, GPTConfig
+from hwfsdp.train.traced_run import Capture, Steps
 from hwfsdp.virtual.run import LIMITS, Simulation, simulate
 
 MODEL = GPTConfig(dim=128, layers=4, heads=4, seq_len=64)
@@ -86,10 +87,10 @@ def make_runs() -> Runs:
     """Train on ranks of this machine, and on virtual GPUs."""
     logs, losses = {}, {}
     for ranks in WORLD_SIZES:
-        config = TrainConfig(MODEL, batch=BATCH // ranks, steps=STEPS, record_last=RECORDED)
-        results = launch(train, ranks, config, timeout=300)
-        logs[ranks] = EventLog.merge(result.log for result in results)
-        losses[f"{ranks} rank{'s' * (ranks > 1)}"] = results[0].losses
+        config = TrainConfig(MODEL, batch=BATCH // ranks, steps=STEPS)
+        found = launch(_train, ranks, config, timeout=300)
+        logs[ranks] = EventLog.merge(log for log, _ in found)
+        losses[f"{ranks} rank{'s' * (ranks > 1)}"] = found[0][1]
     virtual = {n: _on_virtual_gpus(GPUS, n).log for n in SEQUENCES}
     return Runs(logs, virtual, losses, launch(_look, 4, timeout=300))
 
@@ -99,6 +100,14 @@ def _on_virtual_gpus(gpus: int, sequences: int) -> Simulation:
 
 
 # --- On the ranks ------------------------------------------------------------------------------------------
+
+
+def _train(config: TrainConfig) -> tuple[EventLog, list[float]]:
+    """Return the log of the last steps, and the losses of all steps."""
+    with Capture(Steps(STEPS - RECORDED, None)).running() as capture:
+        losses = train(config).losses
+    assert capture.log is not None
+    return capture.log, losses
 
 
 def _model(**options: Any) -> GPT:

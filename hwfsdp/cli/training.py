@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hwfsdp.cli.terminal import answer, check_writable, own_command
+from hwfsdp.cli.terminal import answer, own_command
 from hwfsdp.files import whole_file, write_whole
 from hwfsdp.launcher.launch import stoppable
-from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.step_times import WAITS_AT_ONCE
 from hwfsdp.observe.tables import lay_out
 from hwfsdp.train import loop
@@ -42,9 +41,9 @@ def config_of(args: argparse.Namespace, **options: Any) -> TrainConfig:
     return TrainConfig(model, args.batch, args.steps, args.lr, args.seed, text=args.text, **options)
 
 
-def progress(args: argparse.Namespace, label: str) -> Callable[[int, float, float], None]:
-    """Make a function that shows progress: it rewrites one line on a terminal, prints every tenth step elsewhere, nothing for JSON."""
-    return partial(_ignore if args.as_json else _show, label, args.steps)
+def progress(args: argparse.Namespace, label: str) -> Callable[[int, float, float], None] | None:
+    """Make a function that shows progress: it rewrites one line on a terminal, and prints every tenth step elsewhere. None for JSON."""
+    return None if args.as_json else partial(_show, label, args.steps)
 
 
 def _show(label: str, steps: int, step: int, loss: float, grad_norm: float) -> None:
@@ -53,10 +52,6 @@ def _show(label: str, steps: int, step: int, loss: float, grad_norm: float) -> N
         print(f"\r{line}", end="\n" if step == steps else "", flush=True)
     elif step == 1 or step % 10 == 0 or step == steps:
         print(line, flush=True)
-
-
-def _ignore(*_: object) -> None:
-    pass
 
 
 def prints_of_ranks(as_json: bool) -> AbstractContextManager[object]:
@@ -166,11 +161,8 @@ def train(args: argparse.Namespace) -> int:
         args,
         param_dtype=args.param_dtype,
         reshard_after_forward=reshard_of(args),
-        record_last=min(2, args.steps) if args.trace else 0,
         snapshots=_snapshots(args),
     )
-    if args.trace:
-        check_writable(args.trace)
     if config.snapshots:
         _make_writable(config.snapshots.path)
     ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 2))
@@ -186,12 +178,6 @@ def train(args: argparse.Namespace) -> int:
     summary["step_ms"] = times[len(times) // 2] if times else None
     if config.snapshots:
         summary |= {"resumed_at": results[0].resumed_at, "stopped": results[0].stopped}
-    if args.trace and results[0].log is None:
-        print(f"hwfsdp: no step was left to record; {args.trace} has not changed", file=sys.stderr)
-    elif args.trace:
-        log = EventLog.merge(result.log for result in results)
-        log.save(args.trace)
-        summary["trace"] = log.summary()
     said = _report(summary, str(config.snapshots.path) if config.snapshots else "")
     return answer(args, summary, said)
 

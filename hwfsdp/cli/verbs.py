@@ -329,7 +329,6 @@ def _train_and_swap(verbs: Verbs) -> None:
     add("--param-dtype", choices=dtypes, default="float32", help=help)
     free = "free parameters after the forward (default: yes, except for the root)"
     add("--reshard-after-forward", choices=["yes", "no"], help=free)
-    add("--trace", metavar="FILE", type=Path, help="write a trace of the last two steps (JSON)")
     _training(add, steps=100)
     _saving(verbs.group("train", "saving", "With any of these options, SIGTERM saves and ends the run."))
     add = verbs.add(

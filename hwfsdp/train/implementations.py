@@ -93,14 +93,6 @@ def label_of(implementation: str) -> str:
     return {OURS: "hwfsdp", TORCHS: "FSDP2", NONE: "unsharded"}.get(implementation, Path(implementation).name)
 
 
-def uneven_rows(model: nn.Module, ranks: int) -> str:
-    """Describe the first parameter whose rows the ranks cannot share evenly. Return "" if there is none."""
-    for name, param in model.named_parameters():
-        if param.shape[0] % ranks:
-            return f"{name} has {param.shape[0]} rows for {ranks} ranks"
-    return ""
-
-
 # --- On a rank ---------------------------------------------------------------------------------------------
 
 

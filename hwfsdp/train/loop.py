@@ -6,7 +6,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,15 +21,11 @@ from hwfsdp.errors import RankError, UsageError
 from hwfsdp.launcher.launch import launch, stoppable
 from hwfsdp.launcher.worker import stop_requested
 from hwfsdp.observe import events
-from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.module_hooks import Layout, ModuleHooks, units_of
-from hwfsdp.observe.recording import record
 from hwfsdp.train.data import Batch, draw_batch, load_text, share
 from hwfsdp.train import implementations
 from hwfsdp.train.models import GPT, GPTConfig, next_byte_loss
 from hwfsdp.train.snapshots import ROWS, Progress, SnapshotConfig, Snapshots, rows_of
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -38,10 +34,9 @@ class TrainConfig:
 
     Attributes:
         batch: rows per rank. steps: number of optimizer steps. lr: learning rate of AdamW. seed: for weights and batches.
-        param_dtype: a key of `DTYPES`. Gradients are reduced in float32.
+        param_dtype: the name of a dtype of torch. Gradients are reduced in float32.
         reshard_after_forward: as for `fully_shard`.
         text: path of the training text. None: the text that comes with Python.
-        record_last: number of steps to record at the end of the run.
         snapshots: where and when to save. None: never; then a request to stop has no effect.
         implementation: "hwfsdp", "fsdp2", "none", or a Python file (see `implementations`).
         timeout: seconds for a step; each collective in it gets 5 s more. None: with a file, 60. With the others, a step has no
@@ -56,7 +51,6 @@ class TrainConfig:
     param_dtype: str = "float32"
     reshard_after_forward: bool | None = None
     text: str | None = None
-    record_last: int = 0
     snapshots: SnapshotConfig | None = None
     implementation: str = implementations.OURS
     timeout: float | None = None
@@ -77,13 +71,12 @@ class TrainResult(Progress):
     """The result of a run on one rank.
 
     Attributes:
-        step_ms: milliseconds of this run's steps on this rank. log: the recording.
+        step_ms: milliseconds of this run's steps on this rank.
         resumed_at: number of steps before a resume; `losses` and `grad_norms` include them.
         stopped: True if asked to stop before the end.
     """
 
     step_ms: list[float] = field(default_factory=list)
-    log: EventLog | None = None
     resumed_at: int = 0
     stopped: bool = False
 
@@ -121,7 +114,7 @@ def policy_of(config: TrainConfig) -> MixedPrecisionPolicy:
     """Return the policy: parameters in the config's dtype, reductions and logits in float32."""
     if config.param_dtype == "float32":
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(DTYPES[config.param_dtype], torch.float32, torch.float32)
+    return MixedPrecisionPolicy(getattr(torch, config.param_dtype), torch.float32, torch.float32)
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
@@ -200,8 +193,6 @@ def launch_blaming(
         if config.implementation in implementations.NAMES:
             raise
         found = implementations.blamed(error, config.implementation)
-        if uneven := implementations.uneven_rows(build_model(config.model, config.seed), ranks):
-            found.remedy = f"Rows are uneven here ({uneven}): try --ranks 1 or 2. {found.remedy}"
         raise found from found.__cause__
 
 
@@ -294,14 +285,11 @@ class _Run:
     def run(self) -> TrainResult:
         """Train to the last step, or until a rank is asked to stop."""
         config, result = self.config, self.result
-        with ExitStack() as recording:
-            while result.step < config.steps and not result.stopped:
-                if result.log is None and result.step >= config.steps - config.record_last:
-                    result.log = recording.enter_context(record(first_step=result.step))
-                self.step()
-                if self.snapshots:
-                    result.stopped = self.any_asked_to_stop() and result.step < config.steps
-                    self.save_if_due(self.snapshots)
+        while result.step < config.steps and not result.stopped:
+            self.step()
+            if self.snapshots:
+                result.stopped = self.any_asked_to_stop() and result.step < config.steps
+                self.save_if_due(self.snapshots)
         if self.snapshots:
             self.snapshots.finish()
         return result

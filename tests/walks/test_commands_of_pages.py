@@ -120,11 +120,14 @@ GROUPS: dict[str, list[Row]] = {
     ],
     "own": [
         *(Row(f"{OWN}{which}", LOSS) for which in ("", " --implementation fsdp2", " --implementation none")),
-        Row(f"{OWN} --implementation hw_fsdp.py --trace mine.json", LOSS, makes="mine.json"),
-        Row("hwfsdp trace export mine.json --to png", makes="mine.timeline.png"),
+        Row(f"{OWN} --implementation hw_fsdp.py", LOSS),
     ],
     "demo": [
-        Row("hwfsdp trace run demo --implementation hw_fsdp.py", "5 parameter groups, sharded over 2"),
+        Row(
+            "hwfsdp trace run demo --implementation hw_fsdp.py --out mine.json",
+            "5 parameter groups, sharded over 2",
+        ),
+        Row("hwfsdp trace export mine.json --to png", makes="mine.timeline.png"),
         Row("hwfsdp demo --implementation hw_fsdp.py", "equal, bit for bit", makes="runs/demo/timeline.png"),
     ],
     "swap": [
@@ -146,11 +149,9 @@ GROUPS: dict[str, list[Row]] = {
         Row("hwfsdp trace export trace.json --to png --picture memory", makes="trace.memory.png"),
         Row("hwfsdp trace export trace.json --to html", makes="trace.html"),
         Row(f"{RUN} -- --data shakespeare.txt", "rank 1 raised ValueError: the data ran out at train.py:", 1),
-        Row("hwfsdp train --steps 4 --trace zero3.json", makes="zero3.json"),
-        Row("hwfsdp train --steps 4 --trace zero2.json --reshard-after-forward no", makes="zero2.json"),
-        Row("hwfsdp trace diff zero3.json zero2.json", "They did not do the same", 1),
         Row("hwfsdp trace run demo --out freed.json", makes="freed.json"),
-        Row("hwfsdp trace run demo --reshard-after-forward no --out kept.json", makes="kept.json"),
+        Row("hwfsdp trace run demo --out kept.json --reshard-after-forward no", makes="kept.json"),
+        Row("hwfsdp trace diff freed.json kept.json", "They did not do the same", 1),
         Row("hwfsdp trace export freed.json kept.json --to html", makes="freed-kept.html"),
     ],
 }
