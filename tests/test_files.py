@@ -33,7 +33,9 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "player.html": LOG.view().save,
     "simulated.png": draw_simulation,
     "text.json": lambda path: write_whole(path, "0" * 1000),
-} | {f"to.{to}": lambda path, to=to: export(LOG, path, to) for to in ("perfetto", "csv", "png", "svg")}
+} | {
+    f"to.{to}": lambda path, to=to: export([("", LOG)], path, to) for to in ("perfetto", "csv", "png", "svg")
+}
 
 
 @pytest.fixture

@@ -90,11 +90,7 @@ def export(args: Namespace) -> int:
             got=str(out),
             remedy="Name another one.",
         )
-    view = pictures.View(picture, args.rank, args.step)
-    if args.to == "html":
-        pictures.write_page(logs, out, view)
-    else:
-        pictures.export(logs[0][1], out, args.to, view)
+    pictures.export(logs, out, args.to, picture, args.rank, args.step)
     print(json.dumps({"file": str(out), "format": args.to}) if args.as_json else f"Written to {out}")
     return 0
 

@@ -159,14 +159,15 @@ def run(number: str, out: Path | None, as_json: bool) -> int:
 
 def _write(log: EventLog, target: Path) -> list[Path]:
     """Write the trace, its player, and each picture for which the run has data."""
-    from hwfsdp.plot.export import View, export, write_page
+    from hwfsdp.plot.export import export
 
+    logs = [(target.name, log)]
     log.save(target / "trace.json")
     with suppress(UsageError):
-        write_page([(target.name, log)], target / "player.html")
+        export(logs, target / "player.html", "html")
     for picture in ("timeline", "memory"):
         with suppress(UsageError):
-            export(log, target / f"{picture}.png", "png", View(picture))
+            export(logs, target / f"{picture}.png", "png", picture)
     return sorted(target.iterdir())
 
 

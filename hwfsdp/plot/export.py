@@ -1,4 +1,4 @@
-"""A log in other formats: for a viewer, for a spreadsheet, for a page."""
+"""A log in other formats: a page, a picture, for a viewer, for a spreadsheet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hwfsdp.files import whole_file
 from hwfsdp.observe.eventlog import EventLog, clocks_about
@@ -20,36 +20,39 @@ PICTURES = ("timeline", "memory")
 _DPI = 150
 
 
-class View(NamedTuple):
-    """A picture, and the events of a log that it shows. `picture` is one of `PICTURES`; `rank` and `step` choose the events.
-
-    None means all ranks, or all steps. The picture of memory shows only one rank: the first.
-    """
-
-    picture: str = "timeline"
-    rank: int | None = None
-    step: int | None = None
-
-
-def export(log: EventLog, target: Path, to: str, view: View = View()) -> None:
-    """Write the log to `target`.
+def export(
+    logs: Sequence[tuple[str, EventLog]],
+    target: Path,
+    to: str,
+    picture: str = "timeline",
+    rank: int | None = None,
+    step: int | None = None,
+) -> None:
+    """Write a log to `target`.
 
     Args:
-        to: a key of `FORMATS` besides "html" (`write_page`). "perfetto" is the format of `EventLog.save`. "csv" has a line per
-            event, with blanks between the numbers of a list. The others are pictures.
+        logs: a log with its name; two for a page that shows them side by side.
+        to: a key of `FORMATS`. "html" is the step player. "perfetto" is the format of `EventLog.save`. "csv" has a line per event, with
+            blanks between the numbers of a list. The others are pictures.
+        picture: one of `PICTURES`. rank, step: the events to show; None: all ranks, or all steps. The picture of memory shows only
+            one rank: the first.
 
     Raises:
-        UsageError: there is nothing to draw. OSError: the file cannot be written.
+        UsageError: there is nothing to show, or too much for a page. OSError: the file cannot be written.
     """
-    if to == "perfetto":
-        part_of(log, view).save(target)
-        return
-    found = part_of(log, view) if to == "csv" else draw(log, view)
-    with whole_file(target) as draft:
-        if isinstance(found, EventLog):
-            write_csv(found, draft)
-        else:
-            found.savefig(draft, dpi=_DPI, bbox_inches="tight", format=to)
+    parts = [(name, part_of(log, rank, step)) for name, log in logs]
+    if to == "html":
+        from hwfsdp.plot.player.page import make_page
+
+        make_page(parts).save(target)
+    elif to == "perfetto":
+        parts[0][1].save(target)
+    else:
+        with whole_file(target) as draft:
+            if to == "csv":
+                write_csv(parts[0][1], draft)
+            else:
+                draw(logs[0][1], picture, rank, step).savefig(draft, dpi=_DPI, bbox_inches="tight", format=to)
 
 
 def write_csv(log: EventLog, target: Path) -> None:
@@ -63,34 +66,22 @@ def write_csv(log: EventLog, target: Path) -> None:
             writer.writerow([" ".join(map(str, v)) if isinstance(v, tuple) else v for v in values])
 
 
-def write_page(logs: Sequence[tuple[str, EventLog]], target: Path, view: View = View()) -> None:
-    """Write the step player of one log, or of two logs side by side, each with its name. Only rank and step of `view` count.
-
-    Raises:
-        UsageError: a log has no such rank or step, or too much for a page. OSError: the file cannot be written.
-    """
-    from hwfsdp.plot.player.page import make_page
-
-    make_page([(name, part_of(log, view)) for name, log in logs]).save(target)
+def part_of(log: EventLog, rank: int | None, step: int | None) -> EventLog:
+    """Return the part of a log that has this rank and this step. Raises UsageError if there is none."""
+    log.chosen("trace export", rank=rank, step=step)
+    log = log if rank is None else log.of_rank(rank)
+    return log if step is None else _during(log, step)
 
 
-def part_of(log: EventLog, view: View) -> EventLog:
-    """Return the part of a log that has the rank and the step of a view. Raises UsageError if there is none."""
-    log.chosen("trace export", rank=view.rank, step=view.step)
-    log = log if view.rank is None else log.of_rank(view.rank)
-    return log if view.step is None else _during(log, view.step)
-
-
-def draw(log: EventLog, view: View) -> Figure:
+def draw(log: EventLog, picture: str, rank: int | None = None, step: int | None = None) -> Figure:
     """Draw the picture. matplotlib is imported only now, because its import takes a while."""
     from hwfsdp.plot.memory import plot_memory
     from hwfsdp.plot.timeline import plot_timeline
 
-    log.chosen("trace export", rank=view.rank, step=view.step)
-    if view.picture == "timeline":
-        return plot_timeline(part_of(log, view._replace(step=None)), step=view.step)
-    rank = min(log.ranks) if view.rank is None else view.rank
-    return plot_memory(part_of(log, view._replace(rank=rank)), rank=rank)
+    if picture == "timeline":
+        return plot_timeline(part_of(log, rank, None), step=step)
+    rank = min(log.ranks) if rank is None else rank
+    return plot_memory(part_of(log, rank, step), rank=rank)
 
 
 def _during(log: EventLog, step: int) -> EventLog:

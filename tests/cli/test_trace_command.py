@@ -32,7 +32,7 @@ from hwfsdp.observe.events import Event, Sample
 from hwfsdp.observe.analysis import Traffic, compare, examine
 from hwfsdp.observe.log_report import describe
 from hwfsdp.observe.run_info import read_about
-from hwfsdp.plot.export import PICTURES, View, draw
+from hwfsdp.plot.export import PICTURES, draw
 from hwfsdp.train import traced_run
 from hwfsdp.train.traced_run import Capture, Steps, Target, read_steps, trace_run
 
@@ -473,13 +473,13 @@ def test_a_picture_is_of_the_rank_and_the_step_that_were_asked_for(
     other = changed(log, lambda e: e if (e.rank, e.step) == here else replace(e, bytes=2 * e.bytes))
     other.events = [e for e in other.events if e.rank == 2 or e.op != "forward"]
     other.samples = {r: found if r == 2 else [] for r, found in log.samples.items()}
-    drawn = [content_of(draw(each, View(picture, 2, step))) for each in (log, other)]
+    drawn = [content_of(draw(each, picture, 2, step)) for each in (log, other)]
     assert drawn[0] == drawn[1]
-    assert content_of(draw(log, View(picture))) != drawn[0]
-    assert content_of(draw(log, View(picture, 2))) != drawn[0]
-    for view in (View(picture, 99), View(picture, None, 99), View(picture, 2, 99)):
+    assert content_of(draw(log, picture)) != drawn[0]
+    assert content_of(draw(log, picture, 2)) != drawn[0]
+    for rank, at in ((99, None), (None, 99), (2, 99)):
         with pytest.raises(UsageError):
-            draw(log, view)
+            draw(log, picture, rank, at)
 
 
 def content_of(figure: Figure) -> bytes:
