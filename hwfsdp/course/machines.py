@@ -308,7 +308,7 @@ class Runner:
         self.end("forward")
         if not self.program.gradients:
             recorder = events.active()
-            self.output = recorder.identify([out]) if recorder else ()
+            self.output = recorder.ledger.numbers_of([out]) if recorder else ()
             return
         self.watch.enter("backward")
         loss.backward()

@@ -114,7 +114,7 @@ def _begin(op: str, args: tuple[Any, ...], recorder: Recorder, is_async: bool) -
     elif op == "send":
         writes, reads = [], writes
     draft = _begin_on(op, reads, recorder, is_async)
-    draft.writes = recorder.identify(writes)
+    draft.writes = recorder.ledger.numbers_of(writes)
     _describe(draft, writes if op in ("all_gather", "scatter", "recv") else reads)
     if op in _KINDS and isinstance(args[0], Tensor):
         for tensors, kind in zip((reads, writes), _KINDS[op], strict=True):
@@ -249,7 +249,7 @@ def _log_call(op: str, original: Any, recorder: Recorder, *args: Any, **kwargs: 
     draft = _begin_on(op, given, recorder, is_async=True)
     result = original(*args, **kwargs)
     made = tensors_in(result)
-    draft.writes = recorder.identify(made)
+    draft.writes = recorder.ledger.numbers_of(made)
     _describe(draft, made if op == "all_gather" else given)
     recorder.results |= dict.fromkeys(draft.writes, draft)
     return result
@@ -257,7 +257,7 @@ def _log_call(op: str, original: Any, recorder: Recorder, *args: Any, **kwargs: 
 
 def _log_wait(original: Any, recorder: Recorder, tensor: Tensor) -> Any:
     """Call the operator that waits for the result of a functional collective."""
-    (number,) = recorder.identify([tensor])
+    (number,) = recorder.ledger.numbers_of([tensor])
     draft = recorder.results.pop(number, None)
     if draft is None:
         return original(tensor)

@@ -232,10 +232,6 @@ class Recorder:
     _round_over: int = 0
     _step_ends: list[int] = field(default_factory=list)
 
-    def identify(self, memory: Collection[Any]) -> tuple[int, ...]:
-        """Return the numbers of the storages of these tensors. Each number appears once."""
-        return self.ledger.numbers_of(memory)
-
     def mark(self, stream: str) -> Mark:
         return (self.clock or _clock)(stream)
 
@@ -262,9 +258,9 @@ class Recorder:
         draft = Draft(self, op, stream)
         draft.after = tuple(dict.fromkeys([*self.waits.pop(stream, {}).values(), *self.awaited, *after]))
         if reads:
-            draft.reads = self.identify(reads)
+            draft.reads = self.ledger.numbers_of(reads)
         if writes:
-            draft.writes = self.identify(writes)
+            draft.writes = self.ledger.numbers_of(writes)
         for name, value in details.items():
             setattr(draft, name, value)
         if draft.follows_stream:  # it takes its place at issue; a span takes its place when it ends

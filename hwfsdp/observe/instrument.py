@@ -206,7 +206,7 @@ def _begin_span(op: str, state: FSDPState, recorder: Recorder) -> Draft:
     whole = [p.unsharded_param for p in params if p.unsharded_param is not None]
     ids, known = list(map(id, whole)), recorder.visited.get(state.modules[0])
     if known is None or known[0] != ids:  # other tensors than the last time
-        known = recorder.visited[state.modules[0]] = ids, recorder.identify(whole)
+        known = recorder.visited[state.modules[0]] = ids, recorder.ledger.numbers_of(whole)
         recorder.ledger.visit_params(whole)
     draft = recorder.begin(op, "compute", owner=state.name)
     draft.reads = known[1]
