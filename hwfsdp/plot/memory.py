@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, NamedTuple
 
-
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event, Sample
@@ -35,8 +34,7 @@ COME_AND_GO = ("unsharded_param", "unsharded_grad", "all_gather_buffer", "reduce
 
 _LEFT, _BOTTOM = 0.75, 0.55  # inches
 _ONE, _OF_SEVERAL = 2.9, 1.7  # height in inches of a single panel, and of one of several
-# inches: above a panel; of them for the strip of phases; of a second line
-_ABOVE, _STRIP, _LINE = 0.5, 0.17, 0.17
+_ABOVE, _STRIP = 0.5, 0.17  # inches: above a panel; of them for the strip of phases
 _DASHES = ((5, 3), (2, 2), (8, 2, 2, 2), (1, 1))  # of expected values, in their order
 
 
@@ -118,7 +116,8 @@ def plot_memory(
     keys = [*_keys(stacks), *_line_keys(expected)]
     head = sheet.head(title, text, keys, width - left - sheet.MARGIN)
     panel = _ONE if len(stacks) == 1 else _OF_SEVERAL
-    above = _ABOVE + _LINE * any(_is_long(name, inner) for name in stacks)
+    captions = {name: _caption(name, stack, inner, timed=not in_order) for name, stack in stacks.items()}
+    above = _ABOVE + max(caption.more for caption in captions.values())
     bottom = _BOTTOM + len(stacks) * (above + panel) - 0.15
     figure = head.figure(width, bottom, left)
     begin, end = 0.0, max(s.times[-1] for s in stacks.values())
@@ -131,7 +130,8 @@ def plot_memory(
         _draw_areas(axes, stack, unit)
         _draw_expected(axes, stack, expected, unit)
         _draw_phases(axes, stack.phases, 1e3 * inner / (end - begin), panel)
-        _draw_peak(axes, stack, unit, name, timed=not in_order)
+        _draw_peak(axes, stack, unit)
+        captions[name].draw(axes, (0.06 + _STRIP) * style.POINTS_PER_INCH if stack.phases else 3.0)
     axes.tick_params(axis="x", labelbottom=not in_order)
     since = "the first event" if len(stacks) == 1 else "each run's first event"
     time = "collectives and allocations in the order of issue →" if in_order else f"ms since {since}"
@@ -232,25 +232,16 @@ def _draw_phases(axes: Axes, phases: Sequence[_Phase], inches_per_ms: float, hei
             style.draw_label(axes, middle, op, look.color, hatched=bool(look.hatch), transform=transform)
 
 
-def _draw_peak(axes: Axes, stack: _Stack, unit: style.ByteUnit, name: str, timed: bool) -> None:
-    """Draw a dot on the peak, and write its bytes above the frame. If there are several panels, write the name there, too."""
+def _caption(name: str, stack: _Stack, width: float, timed: bool) -> sheet.Caption:
+    us, nbytes = stack.peak
+    said = f"peak: {style.format_bytes(nbytes)}" + (f" at {style.format_ms(us)}" if timed else "")
+    return sheet.caption(name, said, width)
+
+
+def _draw_peak(axes: Axes, stack: _Stack, unit: style.ByteUnit) -> None:
     us, nbytes = stack.peak
     look: dict[str, Any] = {"color": style.BLACK, "zorder": 5, "clip_on": False, "gid": "peak"}
     axes.plot([us / 1e3], [nbytes / unit.nbytes], "o", markersize=5, **look)
-    above = (0.06 + _STRIP) * style.POINTS_PER_INCH if stack.phases else 3.0
-    more: dict[str, Any] = {"xycoords": "axes fraction", "va": "bottom", "color": "black"}
-    said = f"peak: {style.format_bytes(nbytes)}" + (f" at {style.format_ms(us)}" if timed else "")
-    sheet.note(axes, said, (1.0, 1.0), (0, above), ha="right", **more)
-    if name:
-        width = axes.bbox.width / sheet.DPI  # inches
-        above += _LINE * style.POINTS_PER_INCH * _is_long(name, width)
-        sheet.note(axes, name, (0.0, 1.0), (0, above), ha="left", weight="bold", **more)
-
-
-def _is_long(name: str, width: float) -> bool:
-    """True if a panel of `width` inches has no room for its name beside its peak."""
-    peak = "peak: 1.23 GiB at 1234 ms"
-    return sheet.inches(name, 1.15 * style.TEXT_SIZE) + sheet.inches(peak, style.TEXT_SIZE) > width
 
 
 def _draw_expected(axes: Axes, stack: _Stack, expected: Mapping[str, int], unit: style.ByteUnit) -> None:

@@ -16,8 +16,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
-
+from typing import Any, NamedTuple
 
 from hwfsdp.plot import style
 from hwfsdp.plot.style import Artist, Axes, Figure, Image, Line2D, Patch, Rectangle
@@ -157,6 +156,36 @@ def bare(axes: Axes, width: float, height: float, top: float = 0.0) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.tick_params(length=0, labelsize=style.TEXT_SIZE, labelcolor=style.GREYS[3])
+
+
+class Caption(NamedTuple):
+    """The words above a panel: the lines of its name, and a text that stands beside them, or below them if there is no room."""
+
+    names: list[str]
+    text: str
+    is_beside: bool
+
+    @property
+    def more(self) -> float:
+        """Return the inches that it needs above its lowest line."""
+        return _TEXT_LINE * (len(self.names) - self.is_beside)
+
+    def draw(self, axes: Axes, above: float = 4.0) -> None:
+        """Write it above the frame. `above`: points between the two."""
+        more: dict[str, Any] = {"xycoords": "axes fraction", "va": "bottom", "color": "black"}
+        for place, line in enumerate(filter(None, reversed(self.names)), start=not self.is_beside):
+            at = above + place * _TEXT_LINE * style.POINTS_PER_INCH
+            note(axes, line, (0.0, 1.0), (0, at), ha="left", weight="bold", **more)
+        x, ha = (1.0, "right") if self.is_beside else (0.0, "left")
+        note(axes, self.text, (x, 1.0), (0, above), ha=ha, **more)
+
+
+def caption(name: str, text: str, width: float) -> Caption:
+    """Make the caption of a panel of `width` inches."""
+    bold = style.TEXT_SIZE * 1.15
+    is_beside = inches(name, bold) <= width - inches(text, style.TEXT_SIZE) - 0.4
+    lines = [name] if is_beside else broken(name, width, bold)
+    return Caption([fitting(line, bold, width) for line in lines], text, is_beside)
 
 
 # --- Artists -----------------------------------------------------------------------------------------------

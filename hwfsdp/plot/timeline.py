@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hwfsdp.errors import UsageError
 from hwfsdp.observe.eventlog import EventLog
@@ -35,8 +35,7 @@ LEFT, _BOTTOM, _ROW_INCHES = 1.3, 0.55, 0.30  # inches
 _ROW_HEIGHT = {"compute": 1.7, "copy": 0.6}  # in rows; other streams have 1.0
 _BAR, _INNER = 0.84, 0.74  # share of a row that a bar fills; share of a bar that an inner bar fills
 _PALE = 0.68  # how much white is mixed into an outer span
-# inches: above a band, above a band with a name, of a further line of the name
-_GAP, _CAPTION, _LINE = 0.14, 0.28, 0.17
+_GAP, _CAPTION = 0.14, 0.28  # inches: above a band, above a band with a name
 
 
 # --- Which events --------------------------------------------------------------------------------------------
@@ -149,14 +148,13 @@ def plot_comparison(
         title = f"{len(runs)} runs: {what} of rank {rank}"  # each band has its name
     words = Words(title, "", "ms since the run's first event")
     ends = {name: max(e.end_us for e in events) for name, events in runs.items()}
-    captions = [
-        _caption(name, end, next(iter(ends.values())), band_width(width)) for name, end in ends.items()
-    ]
-    above = [_CAPTION + _LINE * (len(caption.names) - caption.is_beside) for caption in captions]
+    first = next(iter(ends.values()))
+    captions = [sheet.caption(name, _length(end, first), band_width(width)) for name, end in ends.items()]
+    above = [_CAPTION + caption.more for caption in captions]
     figure, bands = draw_bands(words, list(runs.values()), above, width)
     for axes, end, caption in zip(bands, ends.values(), captions, strict=True):
         _draw_end(axes, end)
-        _draw_caption(axes, caption)
+        caption.draw(axes)
     return figure
 
 
@@ -176,34 +174,12 @@ def _draw_end(axes: Axes, end: float) -> None:
     line.set(clip_on=False, zorder=4.5)
 
 
-class _Caption(NamedTuple):
-    """The words above a band: the lines of its name, and its length, which stands beside them if there is room."""
-
-    names: list[str]
-    length: str
-    is_beside: bool
-
-
-def _caption(name: str, end: float, first: float, width: float) -> _Caption:
-    """Make the caption of a run that ends at `end` µs, over a band of `width` inches. The first run ends at `first`."""
-    length, bold = style.format_ms(end), style.TEXT_SIZE * 1.15
-    if end != first:
-        length += f", {abs(end - first) / first:.0%} {'longer' if end > first else 'shorter'}"
-    room = width - sheet.inches(length, style.TEXT_SIZE) - 0.4
-    is_beside = sheet.inches(name, bold) <= room
-    lines = [name] if is_beside else sheet.broken(name, width, bold)
-    return _Caption([sheet.fitting(line, bold, width) for line in lines], length, is_beside)
-
-
-def _draw_caption(axes: Axes, caption: _Caption) -> None:
-    """Write the run's name and length above its band."""
-    more: dict[str, Any] = {"xycoords": "axes fraction", "va": "bottom", "color": "black"}
-    lines = [*caption.names, *([] if caption.is_beside else [""])]
-    for place, line in enumerate(reversed(lines)):
-        at = 4 + place * _LINE * style.POINTS_PER_INCH
-        sheet.note(axes, line, (0.0, 1.0), (0, at), ha="left", weight="bold", **more)
-    x, ha = (1.0, "right") if caption.is_beside else (0.0, "left")
-    sheet.note(axes, caption.length, (x, 1.0), (0, 4), ha=ha, **more)
+def _length(end: float, first: float) -> str:
+    """Say how long a run is that ends at `end` µs. The first run ends at `first`."""
+    length = style.format_ms(end)
+    if end == first:
+        return length
+    return f"{length}, {abs(end - first) / first:.0%} {'longer' if end > first else 'shorter'}"
 
 
 # --- Bands --------------------------------------------------------------------------------------------------
