@@ -104,7 +104,7 @@ def _on_virtual_gpus(gpus: int, sequences: int) -> Simulation:
 
 def _train(config: TrainConfig) -> tuple[EventLog, list[float]]:
     """Return the log of the last steps, and the losses of all steps."""
-    with Capture(Steps(STEPS - RECORDED, None)).running() as capture:
+    with Capture(Steps(config.steps - RECORDED, None)).running() as capture:
         losses = train(config).losses
     assert capture.log is not None
     return capture.log, losses
