@@ -11,9 +11,10 @@ data comes back, and nothing of it is ever run.
 Note [Asked ahead]
     A question is asked once in a session, and tests that look at the same run share it. Before the tests run, the plugin calls each of
     them up to where it looks at an answer. So all questions of one number of ranks are known, and one launch answers them, one after
-    the other; those for a simulated machine have a launch of their own. Two launches run at the same time, if they have at most `RANKS`
-    ranks. If a question ends its launch, the next launch begins with the question after it. After a rank that hangs, left or died, the
-    questions that only this exercise asked are left out. After `ENDS` such ends of one number of ranks, all other questions are.
+    the other; those for a simulated machine have a launch of their own. Launches run at the same time if they have at most `RANKS`
+    ranks together. If a question ends its launch, the next launch begins with the question after it. After a rank that hangs, left or
+    died, the questions that only this exercise asked are left out. After `ENDS` such ends of one number of ranks, all other questions
+    are.
 
 Note [Time]
     A limit counts seconds of a processor, not of a clock: a right file may wait long on a busy machine, and an endless loop cannot
@@ -118,15 +119,15 @@ class Unanswered:
 
 
 class _Room:
-    """Room for `RANKS` ranks. A launch waits until there is room, and a larger one runs alone."""
+    """Room for `RANKS` ranks. A launch waits until there is room, or until it is not wanted any more. A larger one runs alone."""
 
     def __init__(self) -> None:
         self._taken, self._changed = 0, threading.Condition()
 
     @contextmanager
-    def taken(self, ranks: int) -> Iterator[None]:
+    def taken(self, ranks: int, is_over: Callable[[], bool]) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._taken or self._taken + ranks <= RANKS)
+            self._changed.wait_for(lambda: is_over() or not self._taken or self._taken + ranks <= RANKS)
             self._taken += ranks
         try:
             yield
@@ -135,8 +136,13 @@ class _Room:
                 self._taken -= ranks
                 self._changed.notify_all()
 
+    def look_again(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
-_turns, _room = ThreadPoolExecutor(2), _Room()  # of all files
+
+# of all files. Each launch has a thread, so one that waits for room keeps no smaller one from running
+_turns, _room = ThreadPoolExecutor(64), _Room()
 
 
 class StudentFile:
@@ -219,10 +225,9 @@ class StudentFile:
     def end(self) -> None:
         """End all launches. Questions without an answer stay without one."""
         self._is_over = True
+        _room.look_again()
         if "oracle" in vars(self):
             self.oracle.end()
-        for begun in self._begun:
-            begun.cancel()
         for watch in set(self._running):
             watch.end()
         wait(self._begun)
@@ -231,7 +236,7 @@ class StudentFile:
         ends = 0
         while left:
             try:
-                with _room.taken(world_size):
+                with _room.taken(world_size, lambda: self._is_over):
                     if self._is_over:
                         return
                     found = self._launch(left, world_size)

@@ -123,6 +123,18 @@ def test_a_launch_that_waits_for_room_is_not_begun_after_the_end(tmp_path: Path)
     assert of.launches == [(RANKS, ["probe_answer"])]
 
 
+def test_a_launch_that_waits_for_room_keeps_no_smaller_one_from_running(tmp_path: Path) -> None:
+    of, said = course(tmp_path, "print('asleep')", "time.sleep(100 * number)"), list[str]()
+    of.show = said.append
+    ask_ahead(of, (2, 1))
+    while not said:
+        time.sleep(0.01)
+    ask_ahead(of, (RANKS, 0), (1, 0))
+    assert of.ranks(1).ask(probe_answer, "answer", number=0) == [0]
+    assert [ranks for ranks, _ in of.launches] == [2, 1]
+    of.end()
+
+
 def test_two_launches_run_side_by_side_and_end_their_own_processes_only(tmp_path: Path) -> None:
     """The rank alone ends first; the two ranks, which meet afterwards, still live."""
     of = course(tmp_path, "time.sleep(1.5 if os.environ['WORLD_SIZE'] == '2' else 0)")
