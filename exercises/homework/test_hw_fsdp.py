@@ -244,10 +244,10 @@ def test_ours_uneven(ranks, seed):
 
 
 @pytest.mark.points(1, bonus=True, ask="Which tensors does a module get, and which does it return?")
-def test_ours_casts(ranks, gpu, seed):
+@pytest.mark.parametrize("model", [CASTS, NAMED], ids=str)
+def test_ours_casts(ranks, gpu, seed, model):
     """Arguments, keyword arguments too, are cast to param_dtype, and outputs to output_dtype."""
-    for model in CASTS, NAMED:
-        equals_fsdp2(trained_by_both(ranks, model, seed), model, gpu, output=FP32)
+    equals_fsdp2(trained_by_both(ranks, model, seed), model, gpu, output=FP32)
 
 
 @pytest.mark.points(1, bonus=True, ask="What does a reduction do with a parameter that has no gradient?")
