@@ -12,9 +12,9 @@ Note [Asked ahead]
     A question is asked once in a session, and tests that look at the same run share it. Before the tests run, the plugin calls each of
     them up to where it looks at an answer. So all questions of one number of ranks are known, and one launch answers them, one after
     the other; those for a simulated machine have a launch of their own. Launches run at the same time if they have at most `RANKS`
-    ranks together. If a question ends its launch, the next launch begins with the question after it. After a rank that hangs, left or
-    died, the questions that only this exercise asked are left out. After `ENDS` such ends of one number of ranks, all other questions
-    are.
+    ranks together, large ones first. If a question ends its launch, the next launch begins with the question after it. After a rank
+    that hangs, left or died, the questions that only this exercise asked are left out. After `ENDS` such ends of one number of ranks,
+    all other questions are.
 
 Note [Time]
     A limit counts seconds of a processor, not of a clock: a right file may wait long on a busy machine, and an endless loop cannot
@@ -119,22 +119,32 @@ class Unanswered:
 
 
 class _Room:
-    """Room for `RANKS` ranks. A launch waits until there is room, or until it is not wanted any more. A larger one runs alone."""
+    """Room for `RANKS` ranks. A launch waits until there is room, or until it is not wanted any more. A larger one runs alone.
+
+    Of the launches that fit, the one with the most ranks is next: small ones find room later, too.
+    """
 
     def __init__(self) -> None:
-        self._taken, self._changed = 0, threading.Condition()
+        self._taken, self._waiting, self._changed = 0, list[int](), threading.Condition()
 
     @contextmanager
     def taken(self, ranks: int, is_over: Callable[[], bool]) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: is_over() or not self._taken or self._taken + ranks <= RANKS)
+            self._waiting.append(ranks)
+            self._changed.wait_for(lambda: is_over() or ranks == self._next())
+            self._waiting.remove(ranks)
             self._taken += ranks
+            self._changed.notify_all()
         try:
             yield
         finally:
             with self._changed:
                 self._taken -= ranks
                 self._changed.notify_all()
+
+    def _next(self) -> int:
+        fitting = [each for each in self._waiting if not self._taken or self._taken + each <= RANKS]
+        return max(fitting, default=0)
 
     def look_again(self) -> None:
         with self._changed:
@@ -211,8 +221,7 @@ class StudentFile:
 
     def begin(self) -> None:
         """Begin to answer all questions that have been asked (Note [Asked ahead])."""
-        longest_first = sorted(self._ahead, key=lambda each: not each[1])
-        for world_size, is_simulated in longest_first:
+        for world_size, is_simulated in sorted(self._ahead, reverse=True):
             asked = self._ahead[world_size, is_simulated]
             new = {key: question for key, question in asked.items() if key not in self._answers}
             self._answers |= {key: Future() for key in new}

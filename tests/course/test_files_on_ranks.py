@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,21 @@ def test_a_launch_that_waits_for_room_keeps_no_smaller_one_from_running(tmp_path
     assert of.ranks(1).ask(probe_answer, "answer", number=0) == [0]
     assert [ranks for ranks, _ in of.launches] == [2, 1]
     of.end()
+
+
+def test_of_the_launches_that_fit_the_one_with_the_most_ranks_is_next() -> None:
+    room, order, sizes = ranks._Room(), list[int](), (RANKS - 2, RANKS - 1, RANKS)
+
+    def run(size: int) -> None:
+        with room.taken(size, lambda: False):
+            order.append(size)
+
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        with room.taken(RANKS, lambda: False):
+            threads.map(run, sizes)
+            while len(room._waiting) < len(sizes):
+                time.sleep(0.001)
+    assert order == sorted(sizes, reverse=True)
 
 
 def test_two_launches_run_side_by_side_and_end_their_own_processes_only(tmp_path: Path) -> None:
