@@ -20,6 +20,7 @@ from hwfsdp.compat import is_shard, strided_shard
 from hwfsdp.course import laws
 from hwfsdp.course.findings import Finding
 from hwfsdp.course.laws import equal
+from hwfsdp.course.ranks import Unanswered
 
 pytestmark = pytest.mark.exercise("12", title="Strided shards", file="strided_shards.py", may="hwfsdp.compat")
 
@@ -309,7 +310,8 @@ def whole_mistake(case, got):
 
 
 def answers(ranks, function, arguments):
-    return ranks(1).ask(facts.probe_calls, function, calls={function: arguments})[0]
+    found = ranks(1).ask(facts.probe_calls, function, calls={function: arguments})
+    return found if isinstance(found, Unanswered) else found[0]  # a test asks all before it looks at one
 
 
 def all_right(misconception, function, cases, found, right):
