@@ -28,7 +28,7 @@ from hwfsdp.core.private_torch import all_gather_single, no_autograd, reduce_sca
 from hwfsdp.core.observer import moment
 from hwfsdp.core.mesh import Axis, Transport
 from hwfsdp.core.device_streams import Stream, StreamEvent, Work
-from hwfsdp.errors import CollectiveError
+from hwfsdp.errors import CollectiveError, UnsupportedError
 
 Group = dist.ProcessGroup | None
 _NO_GROUP = Member()
@@ -296,13 +296,22 @@ class GroupTransport(Transport):
         is_large = nbytes >= LEAST_READ_IN_PLACE
         return (
             is_large
-            and isinstance(self.gather, DefaultAllGather)
+            and type(self.gather) is DefaultAllGather  # a subclass may read the output itself
             and self.gather.shares_memory(self.ranks.group, self.device)
         )
 
     def rows(self, whole: Tensor, work: Work | None) -> list[Tensor]:
         shared = work._work if isinstance(work, IssuedCall) else None
-        return shared.rows if isinstance(shared, shared_memory.SharedRows) else super().rows(whole, work)
+        if isinstance(shared, shared_memory.SharedRows):
+            return shared.rows
+        if not whole.is_contiguous():  # it has no memory for the result
+            raise UnsupportedError(
+                f"all_gather of parameter group {self.name!r}",
+                expected="the asynchronous work of the process group that torch.distributed was called with",
+                got=type(shared).__name__,
+                remedy="Code that replaces torch.distributed's all-gather needs HWFSDP_SHARED_MEMORY=0.",
+            )
+        return super().rows(whole, work)
 
     def _call(self, op: str, whole: Tensor, group: Group) -> IssuedCall:
         """Note that this rank calls a collective now."""

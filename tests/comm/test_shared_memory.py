@@ -24,9 +24,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from hwfsdp import fully_shard, launch
 from hwfsdp.collectives import DefaultAllGather
-from hwfsdp.comm import shared_memory
+from hwfsdp.comm import shared_memory, transport
 from hwfsdp.comm.shared_memory import SharedMemoryGroup, SharedRows
 from hwfsdp.compat import all_gather_single, reduce_scatter_single
+from hwfsdp.errors import UnsupportedError
 from together import Together, run_all
 
 Group = dist.ProcessGroup
@@ -68,6 +69,10 @@ def fresh_group() -> Group:
     torch.manual_seed(dist.get_rank())
     shared_memory._pool = shared_memory.Pool()
     return dist.new_group()
+
+
+def all_gather_name() -> str:
+    return "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 def blocks() -> int:
@@ -332,6 +337,14 @@ def dispatch_modes_and_wrappers_of_torchs_functions_see_the_collectives() -> Any
     # Others compare the ranks' models. With torch 2.15 and TORCH_DISTRIBUTED_DEBUG=DETAIL, some of these gather as well.
     seen = {str(op).split(".")[-1] for op in counted.get_comm_counts()}
     return sorted(op for op in seen if op.endswith("_base_")), sorted(calls), sorted(set(ranks))
+
+
+@two
+def a_replaced_all_gather_that_returns_no_work_is_refused_where_parts_are_read_in_place() -> None:
+    model, name = fully_shard(nn.Linear(3, 4)), all_gather_name()
+    with mock.patch.object(transport, "LEAST_READ_IN_PLACE", 1), mock.patch.object(dist, name):
+        with pytest.raises(UnsupportedError, match="HWFSDP_SHARED_MEMORY=0"):
+            model(torch.ones(2, 3))
 
 
 @two.finds("Connection closed by peer: rank 1 of the group is gone", "gone")
