@@ -9,7 +9,7 @@ To understand the measurements, read in this order:
     timing       contenders take turns, so that a slow minute slows them all down
     contenders   the same model, wrapped by each library
     steps        forward + backward, and full steps
-    limit        limits for every schedule: compute alone, the collectives alone
+    limit        limits for every schedule: compute alone, the collectives alone; the floor: compute and one pass over each byte
     scaling      how the cost grows with layers, parameters, groups, ranks
     fake         one process plays many ranks
     overhead     Python time of the framework itself

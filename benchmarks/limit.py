@@ -6,6 +6,9 @@ schedule takes the longer of the two. Both depend on how bytes are moved, so the
 
 A transport is an entry of `TRANSPORTS`: two functions that take the number of elements of a whole block. Each function
 returns a function that runs one blocking collective over that many elements.
+
+There is a third limit, which does not depend on a transport: the floor. It is an unsharded step and one pass over each byte that a
+collective moves: a copy in place of a gather, a sum in place of a reduction, in the rank's own memory.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import FORWARD_BACKWARD, FSDP2, HWFSDP, UNSHARDED, Shape, build
+from benchmarks.contenders import DDP, FORWARD_BACKWARD, FSDP2, HWFSDP, UNSHARDED, Shape, build
 from benchmarks.records import Record, Spread, ratio
 from benchmarks.timing import Action, Samples, timed
 from hwfsdp.comm import shared_memory
@@ -63,9 +66,30 @@ def _shared_reduce(numel: int) -> Collective:
     return lambda: _done(reduce_scatter_single(part, whole, dist.ReduceOp.AVG, group, False))
 
 
+def _copy(numel: int) -> Collective:
+    whole, copied = torch.zeros(numel), torch.zeros(numel)
+
+    def copy() -> None:
+        copied.copy_(whole)
+
+    return copy
+
+
+def _sum(numel: int) -> Collective:
+    parts = torch.zeros(dist.get_world_size(), numel // dist.get_world_size())
+    total = torch.zeros_like(parts[0])
+
+    def add() -> None:
+        torch.sum(parts, 0, out=total)
+
+    return add
+
+
+FLOOR = "one pass"
 TRANSPORTS: dict[str, Transport] = {
     "torch.distributed": Transport(_gather, _reduce),
     "shared memory": Transport(_shared_gather, _shared_reduce),
+    FLOOR: Transport(_copy, _sum),
 }
 
 
@@ -95,11 +119,16 @@ def _step(numels: Sequence[int], transport: Transport) -> Collective:
 
 
 def limit_records(samples: Samples, case: dict[str, str | int]) -> list[Record]:
-    """Return, by transport, both limits and each library's ratio to the lower one, from the same rounds as the steps."""
+    """Return the floor, and by transport both limits, with each library's ratio to the lower one, from the same rounds as the steps."""
     steps = samples[FORWARD_BACKWARD]
     compute = steps[UNSHARDED]
-    records = []
-    for name, collectives in samples.get(COLLECTIVES, {}).items():
+    collected = dict(samples.get(COLLECTIVES, {}))
+    passes = collected.pop(FLOOR)
+    floor = [a + b for a, b in zip(compute, passes, strict=True)]
+    values = {"compute": Spread.of(compute), FLOOR: Spread.of(passes), "floor": Spread.of(floor)}
+    above = {f"{c} / floor": ratio(steps[c], floor) for c in (HWFSDP, FSDP2, DDP)}
+    records = [Record("floor", case, "ms", values, above)]
+    for name, collectives in collected.items():
         serial = [a + b for a, b in zip(compute, collectives, strict=True)]
         overlapped = [max(a, b) for a, b in zip(compute, collectives, strict=True)]
         values = {

@@ -5,7 +5,7 @@ The file, `runs/bench.json`:
     schema    1
     machine   cpu, cores, python, torch (and gpu, where there is one)
     records   a list of:
-        part     "steps", "limit", "scaling", "overhead", "recording", "memory", "startup", "checkpoints", "grading",
+        part     "steps", "floor", "limit", "scaling", "overhead", "recording", "memory", "startup", "checkpoints", "grading",
                  "gpu" or "profile"
         case     what was varied, by name: {"params": "3 M", "ranks": 2, "kind": "fwd+bwd"}
         unit     of the values: "ms", "us", "s", "MiB"

@@ -16,6 +16,7 @@ from benchmarks.records import Check, Record, Spread, number
 
 TITLES = {
     "steps": "Training steps",
+    "floor": "Floor of forward + backward: compute, and one pass over each byte that moves",
     "limit": "Limits of forward + backward",
     "scaling": "How forward + backward grows",
     "overhead": "Python time of the framework, per forward + backward",

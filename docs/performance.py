@@ -1,18 +1,21 @@
-"""Draw the ratios of performance.md: `python docs/performance.py` writes performance.png. The numbers come from the page's own tables."""
+"""Draw the ratios of performance.md: `python docs/performance.py` writes performance.png and performance_floor.png.
+
+The numbers come from the page's own tables.
+"""
 
 from __future__ import annotations
 
 import re
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import papers
 from hwfsdp.plot import sheet, style
 from hwfsdp.plot.style import Axes, Figure
 
 HERE = Path(__file__).parent
-PAGE, PICTURE = HERE / "performance.md", HERE / "performance.png"
+PAGE, PICTURE, FLOOR = HERE / "performance.md", HERE / "performance.png", HERE / "performance_floor.png"
 HEIGHT, GAP, LEFT, BELOW = 1.75, 0.45, 0.75, 0.62  # inches: a panel, between two panels, left of the first, below a panel
 TOP = 1.15  # of the scale
 
@@ -101,22 +104,54 @@ LINES = {  # curve → color, marker, dashes
     "4 ranks, gloo": (style.ORANGE, "s", (0, (4, 2))),
     ON_AXIS: (style.GREYS[2], "D", "-"),
 }
+LIBRARIES = {"FSDP2": (style.VERMILION, "s", "-"), "DDP": (style.ORANGE, "D", "-"), "hwfsdp": (style.BLUE, "o", "-")}
+
+
+def floors(text: str) -> list[Panel]:
+    """Return a panel for each number of ranks: the libraries' times as multiples of the floor."""
+    rows = next(rows for rows in tables(text) if "hwfsdp / floor" in rows[0])
+    return [
+        Panel(
+            f"{ranks} ranks",
+            "parameters",
+            {
+                library: {r["params"]: ratio(r[f"{library} / floor"]) for r in rows if r["ranks"] == ranks}
+                for library in LIBRARIES
+            },
+        )
+        for ranks in dict.fromkeys(row["ranks"] for row in rows)
+    ]
 
 
 def draw(text: str, page: float = sheet.PAGE) -> Figure:
     """Draw all panels on one scale: the share of FSDP2's time. `page`: the width in inches."""
-    found, columns = panels(text), 3 if page >= sheet.PAGE else 2
+    title = "Time of hwfsdp, as a share of FSDP2's time on the same machine"
+    about = "Below the thick line, hwfsdp is faster. Medians of ratios within rounds; bars are quartiles."
+    return _draw(panels(text), LINES, title, about, "share of FSDP2's time", page)
+
+
+def draw_floor(text: str, page: float = sheet.PAGE) -> Figure:
+    """Draw how far each library is above the floor. `page`: the width in inches."""
+    title = "Forward + backward, as a multiple of the floor"
+    about = "The thick line is the floor: an unsharded step, and one pass over each byte that moves. Bars are quartiles."
+    found = floors(text)
+    figure = _draw(found, LIBRARIES, title, about, "multiple of the floor", page)
+    for axes in figure.axes:
+        if axes.get_title(loc="left"):
+            axes.set_ylim(0.0, 1.05 * max(r.high for panel in found for c in panel.curves.values() for r in c.values()))
+    return figure
+
+
+def _draw(
+    found: list[Panel], lines: dict[str, Any], title: str, about: str, scale: str, page: float
+) -> Figure:
+    columns = 3 if page >= sheet.PAGE else 2
     left, between = (LEFT, BELOW + 0.25) if page >= sheet.PAGE else (0.55, BELOW + 0.4)  # a title may have two lines
     keys = [
         sheet.line_key(name, color=color, marker=marker, linestyle=dashes, markersize=4)
-        for name, (color, marker, dashes) in LINES.items()
+        for name, (color, marker, dashes) in lines.items()
     ]
-    head = sheet.head(
-        "Time of hwfsdp, as a share of FSDP2's time on the same machine",
-        "Below the thick line, hwfsdp is faster. Medians of ratios within rounds; bars are quartiles.",
-        keys,
-        page - sheet.head_left(page, left) - sheet.MARGIN,
-    )
+    head = sheet.head(title, about, keys, page - sheet.head_left(page, left) - sheet.MARGIN)
     rows = -(-len(found) // columns)
     figure = head.figure(page, rows * (HEIGHT + between), sheet.head_left(page, left))
     width = (page - left - sheet.MARGIN - (columns - 1) * GAP) / columns
@@ -124,18 +159,18 @@ def draw(text: str, page: float = sheet.PAGE) -> Figure:
         row, column = divmod(number, columns)
         bottom = (rows - 1 - row) * (HEIGHT + between) + BELOW
         axes = sheet.axes_at(figure, left + column * (width + GAP), bottom, width, HEIGHT)
-        _draw_panel(axes, panel, width)
+        _draw_panel(axes, panel, lines, width)
         if column == 0:
-            axes.set_ylabel("share of FSDP2's time", fontsize=style.TEXT_SIZE)
+            axes.set_ylabel(scale, fontsize=style.TEXT_SIZE)
     return figure
 
 
-def _draw_panel(axes: Axes, panel: Panel, width: float) -> None:
+def _draw_panel(axes: Axes, panel: Panel, lines: dict[str, Any], width: float) -> None:
     style.open_frame(axes)
     style.draw_grid(axes)
     axes.axhline(1.0, color=style.GREYS[3], linewidth=1.8)
     for number, (name, curve) in enumerate(panel.curves.items()):
-        color, marker, dashes = LINES[name]
+        color, marker, dashes = lines[name]
         at = [place + 0.05 * (number - (len(panel.curves) - 1) / 2) for place in range(len(curve))]
         ratios = list(curve.values())
         axes.vlines(at, [r.low for r in ratios], [r.high for r in ratios], color=color, linewidth=1.4)
@@ -149,3 +184,4 @@ def _draw_panel(axes: Axes, panel: Panel, width: float) -> None:
 
 if __name__ == "__main__":
     papers.save_each(partial(draw, PAGE.read_text(encoding="utf-8")), PICTURE)
+    papers.save_each(partial(draw_floor, PAGE.read_text(encoding="utf-8")), FLOOR)

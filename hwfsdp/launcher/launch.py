@@ -17,6 +17,7 @@ Note [Asked to stop]
 
 from __future__ import annotations
 
+import inspect
 import operator
 import os
 import pickle
@@ -221,6 +222,8 @@ def _run_under_torchrun(
 
 # --- Arguments ---------------------------------------------------------------------------------------------
 
+_NO_RESULT = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
 
 def check_arguments(fn: object, world_size: object, timeout: object, device: object) -> None:
     """Check the arguments of `launch` that do not go to the function.
@@ -230,6 +233,13 @@ def check_arguments(fn: object, world_size: object, timeout: object, device: obj
     """
     if not callable(fn):
         _refuse_type("fn", "a function", fn, "Pass the function first, then the number of ranks.")
+    if any(is_it(fn) for is_it in _NO_RESULT):
+        _refuse_type(
+            "fn",
+            "a function that returns its result",
+            f"{getattr(fn, '__qualname__', fn)}, a generator or coroutine function",
+            "Collect the values in a function that returns a list of them.",
+        )
     if isinstance(world_size, bool) or not hasattr(world_size, "__index__"):
         remedy = "Convert it: int(…)." if isinstance(world_size, str | float) else "Pass an int."
         _refuse_type("world_size", "an int", world_size, remedy)

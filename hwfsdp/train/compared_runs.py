@@ -2,7 +2,7 @@
 
 All three runs start from the same weights and see the same batches. They take turns at each step, so the machine has the same
 load for all three. The first two runs are compared bit for bit. The last steps of the first run are recorded: the bytes that it
-moved and the bytes alive are compared with the closed forms of `analysis`.
+moved and the bytes alive are compared with the closed forms of `accounting`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from torch import Tensor, nn
 
 from hwfsdp.compat import local_of
 from hwfsdp.errors import UsageError
-from hwfsdp.observe.accounting import on_the_wire
-from hwfsdp.observe.analysis import expect, expect_peak
+from hwfsdp.observe.accounting import GroupSizes, on_the_wire, peak_unsharded_bytes, step_traffic
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.recording import record
-from hwfsdp.observe.run_info import read_about
 from hwfsdp.train.data import Batch, draw_batch, load_text, share
 from hwfsdp.train.implementations import NONE, TORCHS, label_of, limit_collectives, own_square, patience
 from hwfsdp.train.loop import (
@@ -36,6 +34,7 @@ from hwfsdp.train.loop import (
     sum_over_ranks,
     train_step,
 )
+from hwfsdp.train.models import GPT
 
 RECORDED_STEPS = 2
 _MEASURED = ("bytes_by_op", "count_by_op", "overlap_fraction", "blocking", "exposed_comm_us")
@@ -137,6 +136,14 @@ def _local_grad(param: nn.Parameter | None) -> Tensor | None:
     return None if param is None or param.grad is None else local_of(param.grad)
 
 
+def group_sizes(model: GPT) -> tuple[GroupSizes, list[GroupSizes]]:
+    """Return the sizes of the groups that `shard_model` makes of an unsharded model: the root group, and one per block."""
+    blocks = [GroupSizes([p.shape for p in block.parameters()]) for block in model.blocks]
+    inside = {id(p) for block in model.blocks for p in block.parameters()}
+    rest = [p.shape for p in model.parameters() if id(p) not in inside]
+    return GroupSizes(rest, resharded_after_forward=False), blocks
+
+
 class Result(NamedTuple):
     """The demo's result: the numbers of `summary.json`, and the log of all ranks."""
 
@@ -170,9 +177,9 @@ def run_demo(
 
 def summarize(found: ThreeRuns, log: EventLog, ranks: int, config: TrainConfig) -> dict[str, Any]:
     """Summarize the demo in numbers: measured values and expected values."""
-    about = read_about(log.about)
-    groups = about.groups if about else ()
-    expected = {op: RECORDED_STEPS * moved.bytes for op, moved in expect(groups).items() if moved.bytes}
+    root, blocks = group_sizes(build_model(config.model, config.seed))
+    traffic = step_traffic([root, *blocks], ranks)
+    expected = {op: RECORDED_STEPS * nbytes for op, nbytes in traffic.items() if nbytes}
     measured, label = log.summary(), label_of(config.implementation)
     ours, theirs, whole = (found.runs[name] for name in (label, THEIRS, WHOLE))
     pairs = zip([*ours.losses, *ours.grad_norms], [*theirs.losses, *theirs.grad_norms], strict=True)
@@ -194,7 +201,7 @@ def summarize(found: ThreeRuns, log: EventLog, ranks: int, config: TrainConfig) 
         "expected_bytes_by_op": expected,
         "wire_bytes_by_op": {op: on_the_wire(op, n, ranks) for op, n in measured["bytes_by_op"].items()},
         "peak_unsharded_bytes": measured["peak_unsharded_bytes"],
-        "expected_peak_unsharded_bytes": expect_peak(groups),
+        "expected_peak_unsharded_bytes": peak_unsharded_bytes([root], blocks, ranks),
         "peak_bytes_by_kind": measured["peak_bytes_by_kind"],
         "step_ms": {name: statistics.median(run.step_ms) for name, run in found.runs.items()},
     }

@@ -53,22 +53,52 @@ Shard = Callable[..., Any]
 
 
 def read_implementation(name: str) -> str:
-    """Check an implementation. Return its name, or the absolute path of its file. Raises UsageError if there is no such file."""
+    """Check an implementation. Return its name, or the absolute path of its file.
+
+    Raises:
+        UsageError: there is no such file, or it is not Python.
+    """
     if name in NAMES:
         return name
-    if not Path(name).is_file():
+    path = Path(name)
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except OSError as error:
         raise UsageError(
             f"implementation {name!r}",
             expected=f"{', '.join(NAMES)}, or a Python file with a fully_shard",
-            got="no such file",
+            got=error.strerror or type(error).__name__,
             remedy="Check the path.",
-        )
-    return str(Path(name).absolute())
+        ) from None
+    except (SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        what = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(
+            f"{name}{line}", expected="Python", got=f"{type(error).__name__}: {what}", remedy="Fix it first."
+        ) from None
+    return str(path.absolute())
+
+
+def _without_fully_shard(path: Path) -> UsageError:
+    return UsageError(
+        shown_path(path),
+        expected="a function fully_shard",
+        got="none",
+        remedy="Define one; exercises/homework/hw_fsdp.py shows its arguments.",
+    )
 
 
 def label_of(implementation: str) -> str:
     """Return the name of an implementation for tables and curves."""
     return {OURS: "hwfsdp", TORCHS: "FSDP2", NONE: "unsharded"}.get(implementation, Path(implementation).name)
+
+
+def uneven_rows(model: nn.Module, ranks: int) -> str:
+    """Describe the first parameter whose rows the ranks cannot share evenly. Return "" if there is none."""
+    for name, param in model.named_parameters():
+        if param.shape[0] % ranks:
+            return f"{name} has {param.shape[0]} rows for {ranks} ranks"
+    return ""
 
 
 # --- On a rank ---------------------------------------------------------------------------------------------
@@ -125,7 +155,7 @@ class _FileSharder:
         self.file = load_file(path)
         self.function: Any = getattr(self.file, "fully_shard", None)
         if not callable(self.function):
-            raise self._unusable("to be a function", "none of that name")
+            raise _without_fully_shard(path)
         self.parameters = list(inspect.signature(self.function).parameters.values())[1:]
         self.context: Any = None
 

@@ -158,19 +158,30 @@ def device_named(name: str) -> Device:
     return DEVICES[name]
 
 
-def placed(device: Device, gpus: int, nodes: int | None = None) -> Device:
-    """Return the device with the number of GPUs in each node. Without `nodes`, there are as few nodes as possible.
+def placed(device: Device, gpus: int, nodes: int | None) -> Device:
+    """Return the device with the number of GPUs in each node, if `gpus` GPUs fill all nodes equally.
 
     Raises:
         UsageError: the GPUs do not fill the nodes equally, or a node would have too many.
     """
-    most = device.per_node
-    nodes = max(1, -(-gpus // most)) if nodes is None else nodes
-    if nodes < 1 or gpus < nodes or gpus % nodes or gpus // nodes > most:
+    if nodes is None:
+        per_node = min(device.per_node, gpus)
+        if gpus < 1 or gpus % per_node:
+            below = max(gpus // device.per_node, 1) * device.per_node
+            raise UsageError(
+                "simulate",
+                expected=f"nodes that are full, of {device.per_node} GPUs",
+                got=f"{gpus} GPUs" + (f", {gpus - below} more than {below}" if gpus > below else ""),
+                remedy=f"Take {below} or {below + device.per_node} GPUs, or say how many nodes there are.",
+            )
+    elif nodes < 1 or gpus < nodes or gpus % nodes or gpus // nodes > device.per_node:
+        most = device.per_node
         raise UsageError(
             "simulate",
             expected=f"the same number of GPUs in each node, 1 to {most}",
             got=f"{gpus} GPUs on {nodes} nodes",
             remedy=f"Take a multiple of {nodes} GPUs, {nodes} to {most * nodes}, or another number of nodes.",
         )
-    return replace(device, per_node=gpus // nodes)
+    else:
+        per_node = gpus // nodes
+    return replace(device, per_node=per_node)

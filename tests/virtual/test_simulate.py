@@ -147,7 +147,7 @@ def test_hybrid_sharding_shards_within_a_node() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"gpus": 9}, "the same number of GPUs in each node, 1 to 8; got 9 GPUs on 2 nodes"),
+    ({"gpus": 12}, "expected nodes that are full, of 8 GPUs; got 12 GPUs, 4 more than 8"),
     ({"gpus": 8, "nodes": 3}, "the same number of GPUs in each node, 1 to 8; got 8 GPUs on 3 nodes"),
     ({"batch": 0}, "a batch and a length of 1 or more"),
     ({"gpus": 16, "nodes": 1}, "got 16 GPUs on 1 nodes"),

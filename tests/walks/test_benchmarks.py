@@ -37,7 +37,7 @@ def records() -> list[Record]:
 
 @pytest.mark.long
 def test_every_part_has_its_cases_and_parts_add_up(records):
-    parts = {"steps", "limit", "scaling", "overhead", "recording", "memory", "gpu", "profile"}
+    parts = {"steps", "floor", "limit", "scaling", "overhead", "recording", "memory", "gpu", "profile"}
     assert {record.part for record in records} == parts
     scaled = [(record.case["axis"], (record.case["at"],)) for record in of_part(records, "scaling")]
     assert scaled == list(POINTS.items())

@@ -11,12 +11,13 @@ An error in your function becomes one line, which says where it was raised.
 from __future__ import annotations
 
 import contextlib
-import pkgutil
+import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -116,10 +117,28 @@ def find_function(name: str) -> Callable[[], Any]:
     Raises:
         UsageError: no such module or function exists. The returned function raises it, too, if the user's function raised an error.
     """
+    module_name, _, function_name = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    function = _of_the_user(name, f"import of {name!r}", lambda: pkgutil.resolve_name(name))
-    return lambda: _of_the_user(name, f"{name.partition(':')[2]}()", function)
+    module = _of_the_user(name, f"import of {module_name!r}", lambda: importlib.import_module(module_name))
+    function = _function_of(module, function_name, name)
+    return lambda: _of_the_user(name, f"{function_name}()", function)
+
+
+def _function_of(module: ModuleType, path: str, name: str) -> Callable[[], Any]:
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if callable(found):
+        return found  # type: ignore[no-any-return]
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    functions = f", such as {', '.join(own[:8])}" if own else ", which has none"
+    raise UsageError(
+        f"model {name!r}",
+        expected=f"a function of {module.__name__!r}{functions}",
+        got=f"no {path!r} there" if found is None else f"{path!r}, which cannot be called",
+        remedy="Name a function without arguments that returns an nn.Module.",
+    )
 
 
 def _of_the_user(name: str, what: str, call: Callable[[], Any]) -> Any:
