@@ -160,7 +160,7 @@ def runs(ranks, seed, name, replicas, shards):
 
 
 def right_rows(sharded, where, seed, number, shards):
-    equal("not-returned", f"{where} hybrid_shard returns the module:", sharded["returned"], True)
+    equal("not-returned", f"{where} hybrid_shard does not return the module", sharded["returned"], True)
     for name, whole in facts.Model(seed, facts.Log()).named_parameters():
         right, most = rows_of(whole.detach(), number, shards), -(-len(whole) // shards) * whole[0].nbytes
         got, held = sharded["rows"].get(name, (None, 0))

@@ -48,8 +48,8 @@ def test_order(ranks, seed):
     found = answers(ranks, "orders_of_cuts", arguments + IMPOSSIBLE)
     for cuts, answer in zip(cases, found, strict=False):
         where = f"{cuts} orders_of_cuts"
-        if not is_order(answer):
-            raise Finding("wrong-value", f"{where} returns {answer}, expected a dict of lists.")
+        if not is_order(answer, len(cuts.mesh)):
+            raise Finding("wrong-value", f"{where} returns {answer}, expected a dict of lists of axes, counted from 0.")
         same("wrong-order-of-cuts", where, cuts.settled(answer), cuts.settled(cuts.by_dim.items()))
     for (mesh, placements), answer in zip(IMPOSSIBLE, found[len(cases) :], strict=True):
         where = f"mesh {mesh}, {all_shown(placements)}, where no cuts make that many pieces: orders_of_cuts"
@@ -320,10 +320,14 @@ def all_right(misconception, function, cases, found, right):
         same(misconception, f"{case} {function}", answer, right(case))
 
 
-def is_order(answer):
-    """True if this is a dict of lists: as pairs, unless it is empty."""
+def is_order(answer, axes):
+    """True if this is a dict of lists of axes: as pairs, unless it is empty."""
     return isinstance(answer, list | dict) and all(
-        isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], list) for pair in answer
+        isinstance(pair, list)
+        and len(pair) == 2
+        and isinstance(pair[1], list)
+        and all(type(axis) is int and 0 <= axis < axes for axis in pair[1])
+        for pair in answer
     )
 
 

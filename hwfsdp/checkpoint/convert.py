@@ -97,7 +97,8 @@ def convert(
     Args:
         source: a checkpoint of any format. The function recognizes the format by the files.
         to: the format of the target: "store", "part", "dcp" or "safetensors".
-        overwrite: if the target is a checkpoint of this format, replace it as soon as the new one is complete.
+        overwrite: replace the checkpoint of this format at the target as soon as the new one is complete. One of another format is
+            refused.
         key: write only the dict under this key of the source, or under these keys, one inside the other. In the target, names begin
             below it: "weight", not "model.weight".
 
@@ -313,8 +314,9 @@ def _write_store(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
 
 
 def _write_safetensors(state: dict[Any, Any], target: Path, overwrite: bool) -> None:
-    if os.path.lexists(target) and format_of(target) != "safetensors":
-        refuse(target, "a file of safetensors, or nothing", "another checkpoint", "Choose another path.")
+    if os.path.lexists(target) and (target.is_dir() or format_of(target) != "safetensors"):
+        got = "a directory" if target.is_dir() else "another checkpoint"
+        refuse(target, "a file of safetensors, or nothing", got, "Choose another path.")
     check_utf8(target, "safetensors")
     description, _ = describe(state, 1)  # raises for values that JSON and dense tensors cannot hold
     names: dict[KeyPath, str] = {}

@@ -365,15 +365,22 @@ def _list_of(n: int) -> Callable[[Any], None]:
     return step
 
 
+def _refused(unpickler: Any) -> None:
+    raise ValueError("what DCP's metadata does not have: sets or byte arrays")
+
+
 class _Unpickler(pickle._Unpickler):
     """An unpickler that makes stand-ins for the classes of DCP's metadata, and refuses all other classes.
 
     It is the one in Python: a crafted pickle can make the one in C reserve any amount of memory, as byte arrays do in both. It makes
-    lists in place of tuples: Python hashes nested tuples without any limit, and no lists. `path`: what an error names.
+    lists in place of tuples, and no sets: Python hashes nested tuples and sets without any limit. `path`: what an error names.
     """
 
     path: Path
-    dispatch = {op: step for op, step in pickle._Unpickler.dispatch.items() if op != pickle.BYTEARRAY8[0]}
+    dispatch = dict(pickle._Unpickler.dispatch)
+    dispatch |= dict.fromkeys(
+        (op[0] for op in (pickle.ADDITEMS, pickle.FROZENSET, pickle.BYTEARRAY8)), _refused
+    )
     dispatch |= {
         pickle.TUPLE[0]: dispatch[pickle.LIST[0]],
         pickle.EMPTY_TUPLE[0]: dispatch[pickle.EMPTY_LIST[0]],

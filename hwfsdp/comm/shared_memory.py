@@ -129,7 +129,8 @@ class SharedRows(Transfer):
 
     def __init__(self, neighbors: Neighbors, number: int, row_of: Callable[[int], Tensor]) -> None:
         self.rows: list[Tensor] = []
-        super().__init__(neighbors, number, lambda: self.rows.extend(map(row_of, range(neighbors.size))))
+        rows = self.rows  # a function that refers to `self` would keep it alive
+        super().__init__(neighbors, number, lambda: rows.extend(map(row_of, range(neighbors.size))))
 
     def _end(self) -> None:
         pass

@@ -32,9 +32,8 @@ from hwfsdp.errors import CollectiveError, UnsupportedError
 
 Group = dist.ProcessGroup | None
 _NO_GROUP = Member()
-LEAST_READ_IN_PLACE = (
-    2**19
-)  # bytes of a part; for smaller ones, W copy-outs take longer than a copy and one copy-out
+# bytes of a part; for smaller ones, W copy-outs take longer than a copy and one copy-out
+LEAST_READ_IN_PLACE = 2**19
 
 
 class Buffers:

@@ -40,7 +40,7 @@ def _headline(findings: Findings, name: str) -> str:
         for shards, replicas in sorted(grids)
     )
     groups, again = number_of(len(about.groups), "parameter group"), [
-        g.gathered_again_from for g in about.groups
+        g.gathered_again_from for g in about.groups if g.shards > 1
     ]
     twice = f"{len(again) - again.count(0)} of them gathered again for the backward"
     return f"{text}, torch {about.torch}, {about.device}. {groups}, sharded {over}, {twice}."

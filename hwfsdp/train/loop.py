@@ -193,6 +193,8 @@ def launch_blaming(
         if config.implementation in implementations.NAMES:
             raise
         found = implementations.blamed(error, config.implementation)
+        if uneven := implementations.uneven_rows(build_model(config.model, config.seed), ranks):
+            found.remedy = f"Rows are uneven here ({uneven}): try --ranks 1 or 2. {found.remedy}"
         raise found from found.__cause__
 
 

@@ -158,7 +158,7 @@ def device_named(name: str) -> Device:
     return DEVICES[name]
 
 
-def placed(device: Device, gpus: int, nodes: int | None) -> Device:
+def placed(device: Device, gpus: int, nodes: int | None = None) -> Device:
     """Return the device with the number of GPUs in each node, if `gpus` GPUs fill all nodes equally.
 
     Raises:

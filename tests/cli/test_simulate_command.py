@@ -99,7 +99,7 @@ def test_a_function_may_return_a_step_and_its_tokens_come_from_the_arguments(run
 REFUSED = {
     "--model mine_to_read:fails": ("KeyError", "no weights", "mine_to_read.py"),
     "--model no_such_module:f": ("no_such_module",),
-    "--gpus 9": ("9 GPUs on 2 nodes", "Take a multiple of 2 GPUs"),
+    "--gpus 12": ("12 GPUs, 4 more than 8", "Take 8 or 16"),
     "--model gpt-tiny --gpus 2 --trace nowhere/trace.json": ("nowhere/trace.json",),
     "--device h10": ("got 'h10'", "Did you mean: h100"),
 }

@@ -237,8 +237,18 @@ def test_a_result_that_cannot_come_back_is_named_with_its_rank() -> None:
         assert caught.value.rank == 1
 
 
+def generate() -> Any:
+    yield 1
+
+
+async def wait_for_nothing() -> None:
+    pass
+
+
 REFUSED: list[tuple[Any, Any, dict[str, Any], str, type[Exception]]] = [
     (2, os.getpid, {}, "a function; got 2 .int.. Pass the function first", TypeError),
+    (generate, 1, {}, "returns its result; got generate, a generator", TypeError),
+    (wait_for_nothing, 1, {}, "returns its result; got wait_for_nothing, a ", TypeError),
     (os.getpid, "2", {}, "an int; got '2' .str.. Convert it", TypeError),
     (os.getpid, True, {}, "an int; got True", TypeError),
     (os.getpid, 0, {}, "1 or more; got 0", ValueError),

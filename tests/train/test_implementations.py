@@ -197,12 +197,7 @@ PLAIN = "def fully_shard(module):\n    return module\n"
 MAKES = "import torch\ndef fully_shard(m):\n    return torch.nn.Sequential(m)\n"
 LATE = "rank 1 raised TimeoutError: sharding with hangs.py took more than 4 s at {}/hangs.py:4."
 BAD = {  # name: text, options, exit status, and what is said
-    "no_python": (
-        "def f(:\n    pass\n",
-        [],
-        1,
-        "invalid syntax (no_python.py, line 1) at {}/no_python.py:1.",
-    ),
+    "no_python": ("def f(:\n    pass\n", [], 2, "no_python.py:1: expected Python; got SyntaxError"),
     "wants": ("def fully_shard(m, rank):\n    pass\n", [], 2, "wants.py: expected arguments among"),
     "makes": (MAKES, [], 2, "to shard the module in place"),
     "raises": (RAISES, [], 1, "ValueError: no good at {}/raises.py:6."),
@@ -239,11 +234,11 @@ def test_an_implementation_that_cannot_be_is_refused_before_ranks_are_started(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launching, "run_ranks", lambda *args, **kwargs: pytest.fail("ranks are started"))
     for argv, complaint in [
-        ("train --implementation gone.py", "or a Python file with a fully_shard; got no such"),
+        ("train --implementation gone.py", "or a Python file with a fully_shard; got No such"),
         ("train --implementation FSDP", "implementation 'FSDP'"),
         ("train --implementation none --param-dtype bfloat16", "expected float32"),
         ("demo --implementation fsdp2", "hwfsdp train --implementation fsdp2"),
-        ("trace run demo --implementation gone.py", "got no such file"),
+        ("trace run demo --implementation gone.py", "got No such file"),
         ("trace run train.py --reshard-after-forward no", "expected the target demo"),
     ]:
         assert_refused(said_by(capsys, *argv.split()), complaint)
