@@ -51,11 +51,6 @@ def begin(number: int = 0) -> flight_recorder.Note:
     return flight_recorder.begin("all_gather", f"blocks.{number}", GROUP, torch.bfloat16, 4096)
 
 
-class Done:
-    def wait(self) -> None:
-        pass
-
-
 class Broken:
     def wait(self) -> None:
         raise RuntimeError("Connection reset by peer")
@@ -78,8 +73,10 @@ def test_a_full_ring_keeps_the_last_calls_in_order_and_old_notes_do_not_touch_th
 
 
 def test_the_state_follows_the_work_and_its_errors(ring: Any) -> None:
+    while_waiting: list[State] = []
+    ends = mock.Mock(wait=lambda: while_waiting.append(ring()[-1].state))
     for work, async_op, issued, waited in [
-        (Done(), True, State.OPEN, State.DONE),
+        (ends, True, State.OPEN, State.DONE),
         (Broken(), True, State.OPEN, State.FAILED),
         (None, True, State.DONE, State.DONE),  # it kept the host until it was done
         (None, False, State.OPEN, State.OPEN),  # a device does it some time
@@ -92,6 +89,7 @@ def test_the_state_follows_the_work_and_its_errors(ring: Any) -> None:
             with mock.patch.object(dist, "get_rank", lambda: 0), contextlib.suppress(CollectiveError):
                 followed.wait()
         assert ring()[-1].state is waited
+    assert while_waiting == [State.WAIT]
     with pytest.raises(ValueError, match="no"), IssuedCall("all_gather", "group", begin()):
         raise ValueError("no")  # it cannot be issued
     assert ring()[-1].state is State.FAILED

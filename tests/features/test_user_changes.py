@@ -22,6 +22,7 @@ from hwfsdp import MixedPrecisionPolicy, StateError, UsageError, fully_shard
 from hwfsdp.errors import WrongTypeError
 from oracles import cpu_mesh, other_gradients, ours, unsharded
 from test_advice import Messages, caught, other_than
+from test_custom_collectives_and_extensions import Kept
 from test_entries import said
 from together import Together
 
@@ -73,6 +74,15 @@ def attributes_survive_conversions_and_assignment() -> list[str]:
     other = fully_shard(linear(dtype=torch.float64), mesh=cpu_mesh())
     module.load_state_dict(other.state_dict(), assign=True)
     return [*found, module.weight.tag, module.weight.later]
+
+
+@two.finds((Kept, "expert"))
+def attributes_are_on_a_whole_parameter_of_another_class() -> tuple[type, str]:
+    module = linear()
+    module.weight = nn.Parameter(Kept(torch.ones(5, 6)))
+    module.weight.tag = "expert"
+    ours(module, reshard_after_forward=False)(torch.ones(2, 6))
+    return type(module.weight), module.weight.tag
 
 
 class Expert(nn.Parameter):

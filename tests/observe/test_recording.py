@@ -472,6 +472,8 @@ def test_whole_gradients_and_the_buffer_of_their_reduction_are_alive_together() 
             sampled = [s for s in log.samples[rank] if s.us <= copy.start_us][-1].bytes_by_kind
             assert sampled["reduce_scatter_buffer"] >= copy.bytes
             assert sampled["unsharded_grad"] > 0
+        first = log.select("backward")[0].start_us
+        assert not any(s.bytes_by_kind["reduce_scatter_buffer"] for s in log.samples[rank] if s.us < first)
 
 
 def gradients_differ_if_recorded() -> bool:
