@@ -139,7 +139,7 @@ def test_the_optimizer_of_a_part_is_the_one_that_holds_something(tmp_path):
 def test_a_value_that_a_format_cannot_hold_is_refused_and_leaves_nothing(tmp_path):
     for state, to, match in (
         ({"x": torch.zeros(2, dtype=torch.complex128)}, "safetensors", "dtypes that safetensors has"),
-        ({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, "safetensors", "two tensors of that name"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, "safetensors", "a.b: expected a name .* two"),
         ({"__metadata__": torch.zeros(1)}, "safetensors", "__metadata__, which the format uses"),
         ({"\ud800": torch.zeros(1)}, "safetensors", r"'\\ud800': expected a name in Unicode"),
         ({"model": {"x": torch.zeros(1)}, "optimizer": {}}, "part", r"optimizer\[0\]"),

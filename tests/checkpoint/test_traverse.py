@@ -274,11 +274,15 @@ def test_leaves_meet_the_companions_leaves_in_any_order_of_keys() -> None:
 
 
 def test_a_companion_of_another_structure_is_refused_at_its_path() -> None:
-    for tree, companion, where in (
-        ({"a": {"b": 1}}, {"a": {"c": 1}}, "['a']"),
-        ({"a": [{"b": 1}]}, {"a": [1]}, "['a'][0]"),
-        ({"a": {0: 1}}, {"a": [1]}, "['a']"),
+    for tree, companion, said in (
+        (
+            {"a": {"b": 1}},
+            {"a": {"c": 1}},
+            "['a']: expected the same keys in both state dicts; got ['b'] only",
+        ),
+        ({"a": [{"b": 1}]}, {"a": [1]}, "['a'][0]: expected a container like the dict"),
+        ({"a": {0: 1}}, {"a": [1]}, "['a']: expected a container like the dict"),
     ):
         with pytest.raises(CompanionMismatch) as info:
             map_leaves(lambda path, a, b: a, tree, companion)
-        assert str(info.value).startswith(f"state_dict{where}: ")
+        assert str(info.value).startswith(f"state_dict{said}")
