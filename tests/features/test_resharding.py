@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import hwfsdp
 import models
 from hwfsdp import launch, record
+from hwfsdp.compat import fake_process_group
 from hwfsdp.core.sharding import padded_local_numel
 from oracles import (
     BF16_FP32,
@@ -274,6 +275,13 @@ def test_registered_parameters_have_fsdp2s_form_after_any_sequence_of_calls(
             # FSDP2 leaves the root whole after a forward that no backward can follow
             is_root_whole = reshard_after_forward is None and turn == "after a forward without gradients"
             assert mine[turn] == reference["wrapped" if is_root_whole else turn], turn
+
+
+def test_after_forward_each_block_of_consecutive_ranks_holds_the_parameters() -> None:
+    with fake_process_group(3, 6):
+        module = hwfsdp.fully_shard(nn.Linear(4, 6), reshard_after_forward=2)
+        module(torch.ones(1, 4))
+        assert module.weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
 # --- By hand, in any order ---------------------------------------------------------------------------------
