@@ -26,6 +26,12 @@ def probe_attempt(report: Report, number: int) -> None:
     attempt(report, "answer", lambda: submitted().answer(number))
 
 
+def probe_pair(report: Report) -> None:
+    """Report what `answer(1)` returns, then what `answer(2)` returns."""
+    for number in (1, 2):
+        report[f"answer {number}"] = submitted().answer(number)
+
+
 def probe_sum(report: Report) -> None:
     """Report the sum over the ranks."""
     total = torch.ones(2)

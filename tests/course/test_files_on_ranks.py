@@ -19,7 +19,7 @@ from hwfsdp.errors import RankError
 from hwfsdp.course.walls import descendants, in_force, running, server_pid
 
 from suites import fast_are
-from probes_of_tests import probe_answer, probe_attempt, probe_grouped, probe_sum
+from probes_of_tests import probe_answer, probe_attempt, probe_grouped, probe_pair, probe_sum
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -169,6 +169,7 @@ ENDS = {  # lines → the misconception, and words of the message
     "[os.fork() or time.sleep(600) for _ in range(200)]": ("too-many-processes", "processes"),
     "raise NotImplementedError('TODO(01): answer')": ("not-written", "answer is called"),
     "torch.no_such_name": ("crashed", "AttributeError"),
+    "os.fork() or (os.setsid(), time.sleep(600)); [][3]": ("crashed", "IndexError"),
 }
 SLOW = ("while True: pass", "[os.fork() or time.sleep(600) for _ in range(200)]")
 
@@ -247,6 +248,14 @@ def test_prints_belong_to_their_question_and_move_no_cursor(
 def test_a_part_that_raises_is_explained_and_the_probe_goes_on(tmp_path: Path) -> None:
     finding = told(course(tmp_path, "{}[number]"), probe=probe_attempt)
     assert finding.misconception == "crashed" and "KeyError" in finding.message
+
+
+def test_what_a_rank_reported_before_it_raised_counts(tmp_path: Path) -> None:
+    of = course(tmp_path, "if number == 2: [][3]")
+    assert of.ranks(1).ask(probe_pair, "answer 1") == [1]
+    with pytest.raises(Finding, match="raised IndexError"):
+        of.ranks(1).ask(probe_pair, "answer 2")
+    of.end()
 
 
 @LINUX

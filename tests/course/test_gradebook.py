@@ -117,9 +117,12 @@ def test_an_exception_of_a_test_is_the_instructors_error(of_class: OfClass) -> N
 
 
 @pytest.mark.long
-def test_an_interrupted_grading_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_an_interrupted_grading_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_class(tmp_path / "class", "ada", "bob", "two")
-    out = tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    out = Path("out")
     assert graded(tmp_path / "class", "--out", out, "--secret", __file__).returncode == 0
     before = {name: (out / "outcomes" / f"{name}.json").stat().st_mtime_ns for name in ("ada", "bob", "two")}
     (out / "outcomes" / "two.json").unlink()
