@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 
+import torch
+
 from hwfsdp.course.findings import KINDS, MISCONCEPTIONS, Finding, Outcome, cause_of, folded
 from hwfsdp.course.pages import Style, verdict
 
@@ -57,6 +59,11 @@ def test_a_value_that_nobody_has_written_is_a_missing_wait() -> None:
     assert Finding("wrong-value", "the loss is nan").misconception == "used-before-wait"
     assert Finding("wrong-value", "at [0]: 1.3e+38 instead of 2").misconception == "used-before-wait"
     assert Finding("wrong-value", "at [0]: 1.5 instead of 2e-05").misconception == "wrong-value"
+
+
+def test_a_short_tensor_is_shown_whole_and_a_long_one_by_its_first_numbers_and_its_shape() -> None:
+    finding = Finding("wrong-value", "It was other.", torch.arange(2), torch.arange(20))
+    assert (finding.expected, finding.actual) == ("[0, 1]", "[0, 1, 2, 3, 4, 5, 6, 7]… (20,)")
 
 
 def test_a_vague_misconception_asks_the_tests_own_question() -> None:
