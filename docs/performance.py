@@ -96,6 +96,7 @@ def panels(text: str) -> list[Panel]:
     ]
 
 
+MULTIPLES = [1, 2, 5, 10, 20]  # of the floor, as ticks
 ON_AXIS = "ranks as on the axis"
 LINES = {  # curve → color, marker, dashes
     "2 ranks, shared memory": (style.BLUE, "o", "-"),
@@ -133,12 +134,16 @@ def draw(text: str, page: float = sheet.PAGE) -> Figure:
 def draw_floor(text: str, page: float = sheet.PAGE) -> Figure:
     """Draw how far each library is above the floor. `page`: the width in inches."""
     title = "Forward + backward, as a multiple of the floor"
-    about = "The thick line is the floor: an unsharded step, and one pass over each byte that moves. Bars are quartiles."
+    about = "The thick line is the floor: unsharded, plus one pass over all bytes that move. Bars are quartiles."
     found = floors(text)
     figure = _draw(found, LIBRARIES, title, about, "multiple of the floor", page)
     for axes in figure.axes:
         if axes.get_title(loc="left"):
-            axes.set_ylim(0.0, 1.05 * max(r.high for panel in found for c in panel.curves.values() for r in c.values()))
+            most = max(r.high for panel in found for curve in panel.curves.values() for r in curve.values())
+            axes.set_yscale("log")
+            axes.set_ylim(0.9, 1.1 * most)
+            axes.set_yticks(MULTIPLES, list(map(str, MULTIPLES)))
+            axes.minorticks_off()
     return figure
 
 
