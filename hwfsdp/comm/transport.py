@@ -285,16 +285,16 @@ class GroupTransport(Transport):
 
     def allocate_for_gather(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Make the buffers of a gather. If the ranks read each other's `part` in place, `whole` repeats its first element."""
-        if self.ranks.size == 1 or not self._reads_in_place(numel * dtype.itemsize):
+        if self.ranks.size == 1 or not self._reads_in_place(numel * dtype.itemsize, dtype):
             return super().allocate_for_gather(numel, dtype)
         part = self.allocate("all_gather", numel, dtype)
         return part[:1].expand(self.ranks.size * numel), part
 
-    def _reads_in_place(self, nbytes: int) -> bool:
-        """True if a gather of parts of this size copies nothing: each rank reads the others' parts where they are."""
-        is_large = nbytes >= LEAST_READ_IN_PLACE
+    def _reads_in_place(self, nbytes: int, dtype: torch.dtype) -> bool:
+        """True if a gather of such parts copies nothing: each rank reads the others' parts where they are."""
         return (
-            is_large
+            nbytes >= LEAST_READ_IN_PLACE
+            and not dtype.is_complex  # `torch.distributed` makes pairs of these, in another shape
             and type(self.gather) is DefaultAllGather  # a subclass may read the output itself
             and self.gather.shares_memory(self.ranks.group, self.device)
         )

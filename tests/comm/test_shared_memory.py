@@ -194,6 +194,26 @@ def test_results_equal_gloos_bit_for_bit(world_size: int) -> None:
 two = Together(2)
 
 
+class Copies(nn.Module):
+    """A module that returns copies of its parameters."""
+
+    def __init__(self, values: list[Tensor]) -> None:
+        super().__init__()
+        # all that are trained have one dtype
+        self.held = nn.ParameterList([nn.Parameter(v, v.dtype != torch.bfloat16) for v in values])
+
+    def forward(self) -> list[Tensor]:
+        return [param + 0 for param in self.held]
+
+
+PARAMS: dict[str, Callable[[], list[Tensor]]] = {
+    "complex numbers": lambda: [torch.arange(15.0).view(5, 3) * 1j],
+    "two dtypes": lambda: [torch.arange(15.0).view(5, 3), torch.arange(4.0).bfloat16()],
+    "one row": lambda: [torch.arange(3.0).view(1, 3)],
+    "no element": lambda: [torch.empty(0, 3)],
+}
+
+
 def found_nowhere(nbytes: int) -> int:
     return os.open("/nowhere/to/be/found", os.O_RDWR)
 
@@ -338,6 +358,18 @@ def dispatch_modes_and_wrappers_of_torchs_functions_see_the_collectives() -> Any
     # Others compare the ranks' models. With torch 2.15 and TORCH_DISTRIBUTED_DEBUG=DETAIL, some of these gather as well.
     seen = {str(op).split(".")[-1] for op in counted.get_comm_counts()}
     return sorted(op for op in seen if op.endswith("_base_")), sorted(calls), sorted(set(ranks))
+
+
+@two.finds([True] * len(PARAMS))
+def parameters_of_every_kind_are_whole_after_a_gather_that_may_read_parts_in_place() -> list[bool]:
+    found = []
+    for kind in PARAMS.values():
+        model = Copies(kind())
+        expected = model()
+        with mock.patch.object(transport, "LEAST_READ_IN_PLACE", 1):
+            got = fully_shard(model)()
+        found.append(all(map(torch.equal, got, expected)))
+    return found
 
 
 @two
