@@ -164,9 +164,9 @@ def wait_for_data(model, tokens):
 
 
 slow = EventLog.merge(launch(train_and_record, 2, before=wait_for_data))
-for rank, _, exposed, *_ in examine(slow).by_rank:
-    print(f"rank {rank}: exposed communication {exposed / 1e3:6.1f} ms")
 late = slow.summary()
+for rank, times in late["by_rank"].items():
+    print(f"rank {rank}: exposed communication {times['exposed_comm_us'] / 1e3:6.1f} ms")
 print(
     f"a collective begins up to {late['skew_max_us'] / 1e3:.0f} ms apart\n"
     f"late by the most: rank {late['slowest_rank']}"
