@@ -98,7 +98,7 @@ class Unclaimed(NamedTuple):
 def unclaimed_params(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Unclaimed]:
     """Return the parameters from which one call of `fully_shard` makes a group, frozen ones included.
 
-    They come in the order in which modules and parameters were registered. The order must follow from the model alone, because
+    They come in the order of `unclaimed_modules`, and of their registration. The order must follow from the model alone, because
     the flat buffers of all ranks must fit together. A *tied* parameter, one object with several names, is listed once, with all
     its places, so that it can be replaced at all of them.
 
@@ -124,18 +124,22 @@ def unclaimed_params(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -
 def unclaimed_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield `modules` and all modules below, each once, with their prefixes. Stop at modules that are sharded already.
 
-    They come in the order of `named_modules`. A prefix goes before the names of a module's parameters, such as "blocks.0.mlp.".
+    A module comes after its children, as in FSDP2. With three ranks or more, the place of a gradient in the flat buffer may decide
+    the order in which the backend adds the ranks' parts, and so the last bit. A prefix goes before the names of a module's
+    parameters, such as "blocks.0.mlp.".
     """
     seen = set[nn.Module]()
-    stack = [("", module) for module in reversed(modules)]
-    while stack:
-        prefix, current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        yield prefix, current
-        children = [(f"{prefix}{name}.", c) for name, c in current.named_children() if state_of(c) is None]
-        stack.extend(reversed(children))
+
+    def below(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        seen.add(module)
+        for name, child in module.named_children():
+            if child not in seen and state_of(child) is None:
+                yield from below(f"{prefix}{name}.", child)
+        yield prefix, module
+
+    for module in modules:
+        if module not in seen:
+            yield from below("", module)
 
 
 def move_to(device: torch.device, modules: Sequence[nn.Module], found: Sequence[Unclaimed]) -> None:
