@@ -136,7 +136,7 @@ class SharedRows(Transfer):
         pass
 
     def __del__(self) -> None:
-        self._neighbors.release(self._number)
+        self._neighbors.drop(self._number, tell=False)
 
 
 def over(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup:
@@ -198,8 +198,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, options: Any = None) -> Transfer:
         """Gather every rank's `input` [n] into `output` [W * n], in rank order. The input may be a part of the output.
 
-        Both are contiguous. Do not write to the input after this call. If `output` repeats one
-        element, nothing is copied: the work is a `SharedRows`.
+        Both are contiguous. Do not write to the input after this call. If `output` repeats one element, nothing is copied, and the
+        work is a `SharedRows`.
         """
         compat.show_collective("all_gather", self, output, input, options)
         return self.neighbors.all_gather(output, input)
@@ -282,7 +282,9 @@ class Neighbors:
         self._unread: dict[int, None] = {}  # numbers of the collectives in flight, in order
         self._looks = _LOOKS if self.size <= (os.cpu_count() or 1) else 0
         self.lock = threading.Lock()
-        self._dropped: deque[int] = deque()  # numbers of collectives for which nobody will wait
+        self._dropped: deque[int] = (
+            deque()
+        )  # numbers of collectives of which this rank will read nothing more
 
     @property
     def read_by_all(self) -> int:
@@ -379,7 +381,7 @@ class Neighbors:
             place = _pool.find(input)
             assert place is not None, "what was just allocated is in no block"
         with self.lock:
-            self._note_dropped()
+            self._note_dropped(acknowledge=False)  # the record below tells it
             self._issued += 1
             number, (index, offset) = self._issued, place
             self._unread[number] = None
@@ -413,23 +415,16 @@ class Neighbors:
                 with contextlib.suppress(RuntimeError):  # the peer is gone, and its memory with it
                     self._send(peer, record, None)
 
-    def drop(self, number: int) -> None:
-        """Note that nobody will wait for a collective: now, or later if a thread is using this group."""
+    def drop(self, number: int, tell: bool = True) -> None:
+        """Note that this rank will read nothing more of a collective. `tell` the others at once, unless a thread is using this group."""
         self._dropped.append(number)
-        self.catch_up()
+        if tell:
+            self.catch_up()
 
-    def release(self, number: int) -> None:
-        """Note that this rank has read a collective, as `drop`. The next record tells it to the others."""
-        if self.lock.acquire(blocking=False):
-            self.over(number)
-            self.lock.release()
-        else:
-            self._dropped.append(number)
-
-    def _note_dropped(self) -> None:
-        """Note that nobody will wait for the collectives that were dropped meanwhile."""
+    def _note_dropped(self, acknowledge: bool) -> None:
+        """Note that this rank needs nothing more for the collectives that were dropped meanwhile."""
         while self._dropped:
-            self.over(self._dropped.popleft(), acknowledge=True)
+            self.over(self._dropped.popleft(), acknowledge)
 
     def _send(self, peer: int, record: bytes, file: int | None) -> None:
         connection = self._sockets[peer]
@@ -461,7 +456,7 @@ class Neighbors:
         """
         if self.lock.acquire(blocking=False):
             try:
-                self._note_dropped()
+                self._note_dropped(acknowledge=True)
                 while self._hear(0):
                     pass
             finally:
