@@ -81,7 +81,7 @@ def choices_of(
 
 
 def by_mesh(params: Sequence[FSDPParam]) -> list[list[FSDPParam]]:
-    """Return the parameters of each mesh, in the order in which their first parameters were registered."""
+    """Return the parameters of each mesh, in the order of their first parameters."""
     found: dict[Any, list[FSDPParam]] = {}
     for param in params:
         found.setdefault(ranks_of(param.mesh), []).append(param)
@@ -197,7 +197,7 @@ class MeshesState(FeatureState):
         return other.groups[::-1] if other else []
 
     def post_backward(self) -> None:
-        """End the module's backward. If it has several groups, a reduction waits for those of other modules, and not for the module's own."""
+        """End the module's backward. If it has several groups, their reductions wait for those of other modules, but not for each other."""
         if len(self.groups) < 2:
             super().post_backward()
             return

@@ -27,7 +27,6 @@ import models
 from hwfsdp import Event, EventLog, launch
 from oracles import (
     BF16_FP32,
-    BITS,
     Case,
     Promises,
     Shape,
@@ -83,7 +82,6 @@ PROMISES.trains(
     TRAINS,
     on_mesh((2, 2), EVERYWHERE | ON_FOUR),
     ranks=4,
-    fsdp2=BITS,  # no group has more than two ranks
     # gradients of their own, by design
     not_plain=("sums left for the next step on (2, 2)",),
 )
@@ -205,7 +203,6 @@ PROMISES.trains(
     "an all-reduce as hook makes hybrid sharding, and a hook there gets what was all-reduced",
     HOOKS,
     ranks=4,
-    fsdp2=BITS,
     not_plain=HOOKS,
 )
 

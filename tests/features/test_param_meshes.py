@@ -277,14 +277,12 @@ PROMISES.trains(
     "groups on several meshes train as FSDP2's do",
     CASES,
     ranks=4,
-    fsdp2=BITS,
     not_plain=CASES,
 )
 PROMISES.trains(
     "experts in parallel train as FSDP2's do, and as the model that is not sharded",
     PARALLEL,
     ranks=4,
-    fsdp2=BITS,
 )
 
 

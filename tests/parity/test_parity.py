@@ -1,8 +1,7 @@
 """hwfsdp computes the same as torch's FSDP2, and the same as unsharded PyTorch.
 
-Both oracles run in the same processes as the tested code (see `oracles`). At world sizes 1 and 2, bits are compared with FSDP2. At 3,
-the backend may add in another order. There, and against the unsharded model on the whole batch, rounding is allowed. Cases share few
-launches, because starting ranks takes longer than a case.
+Both oracles run in the same processes as the tested code (see `oracles`). Bits are compared with FSDP2. Against the unsharded model on
+the whole batch, rounding is allowed. Cases share few launches, because starting ranks takes longer than a case.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 
 import models
 from hwfsdp import FSDPCommContext
@@ -64,6 +64,18 @@ def read_in_place(training: Training) -> None:
         evaluate_in_the_middle(training)
 
 
+def beside_layers() -> models.Model:
+    """Give each block a parameter of its own beside those of its layers. Each of three ranks has an odd number of elements of a block.
+
+    Then gloo adds some elements of a rank in another order than the others, so the order of the parameters decides about bits.
+    """
+    model = models.Model([models.Block(8, 3, 8) for _ in range(6)])
+    for block in model.blocks:
+        block.register_parameter("scale", nn.Parameter(torch.full((4,), 0.25)))
+        block.register_forward_hook(lambda block, _, out: out * block.scale.sum())
+    return model
+
+
 def frozen_in_bf16() -> models.Model:
     """Put parameters of two dtypes into one group. This is allowed if all trainable parameters have the same dtype."""
     model = models.Transformer()
@@ -101,12 +113,13 @@ WRAPPED = {  # by the number of ranks
     2: {"structured": "blocks", "twice": "blocks", "normalized": "blocks", "transformer": "nested"},
     3: {"uneven": "blocks", "unused": "blocks"},
 }
+MORE = {2: SCENARIOS, 3: {"parameters beside layers": Case(beside_layers)}}
 PROMISES = Promises()
 for _ranks, _wrapped in WRAPPED.items():
     _cases = {f"{name}, {how}": Case(ZOO[name], how=how) for name, how in _wrapped.items()}
     PROMISES.trains(
         "a model trains as under FSDP2 and as without sharding",
-        _cases | SCENARIOS if _ranks == 2 else _cases,
+        _cases | MORE.get(_ranks, {}),
         _ranks,
         not_fsdp2=("parameters without elements",),  # FSDP2 cannot train them
         not_plain=(

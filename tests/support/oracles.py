@@ -1,8 +1,8 @@
 """Train one model in three ways (hwfsdp, torch's FSDP2, unsharded PyTorch), and compare the results.
 
 This module runs on the ranks. A `Training` keeps one model, its optimizer and a `Trace` of every loss, gradient and parameter.
-`differences` describes where two traces differ. On one or two ranks, hwfsdp must equal FSDP2 bit for bit, because both do the
-same arithmetic. Against the unsharded model, only rounding may differ.
+`differences` describes where two traces differ. hwfsdp must equal FSDP2 bit for bit, because both do the same arithmetic in the same
+order. Against the unsharded model, only rounding may differ.
 """
 
 from __future__ import annotations
@@ -507,13 +507,7 @@ class Tolerance(NamedTuple):
 
 
 BITS = Tolerance()
-ROUNDING = Tolerance(1e-5, 1e-7)  # for two programs that add the same numbers in different orders
 REGROUPING = Tolerance(1e-4, 1e-6)  # for means over parts of a batch, against the mean over the whole batch
-
-
-def against_fsdp2(ranks: int) -> Tolerance:
-    """Return the tolerance against FSDP2. Two numbers have one sum; of three numbers, the backend may add any two first."""
-    return BITS if ranks <= 2 else ROUNDING
 
 
 def compare(case: Case, fsdp2: Tolerance | None, plain: Tolerance | None) -> dict[str, list[str]]:
@@ -592,7 +586,7 @@ class Promises:
         promise: str,
         cases: dict[str, Case],
         ranks: int = 2,
-        fsdp2: Tolerance | None = None,
+        fsdp2: Tolerance = BITS,
         plain: Tolerance = REGROUPING,
         not_fsdp2: Iterable[str] = (),
         not_plain: Iterable[str] = (),
@@ -600,12 +594,12 @@ class Promises:
         """Add a check that each case equals FSDP2 and, unless `policy` rounds, unsharded PyTorch.
 
         Args:
-            fsdp2, plain: the tolerances. By default, one or two ranks must equal FSDP2 bit for bit.
+            fsdp2, plain: the tolerances. By default, all ranks must equal FSDP2 bit for bit.
             not_fsdp2, not_plain: cases that this oracle cannot compute.
         """
         checks: dict[str, Check] = {}
         for name, case in cases.items():
-            with_fsdp2 = None if name in not_fsdp2 else fsdp2 or against_fsdp2(ranks)
+            with_fsdp2 = None if name in not_fsdp2 else fsdp2
             without = None if name in not_plain or case.options.get("policy") else plain
             checks[name] = functools.partial(compare, case, with_fsdp2, without)
         self.add(promise, checks, ranks)
