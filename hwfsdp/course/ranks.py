@@ -14,12 +14,13 @@ Note [Asked ahead]
     the other; those for a simulated machine have a launch of their own. Launches run at the same time if they have at most `RANKS`
     ranks together, large ones first. If a question ends its launch, the next launch begins with the question after it. After a rank
     that hangs, left or died, the questions that only this exercise asked are left out. After `ENDS` such ends of one number of ranks,
-    all other questions are.
+    or two endless loops in one function, all other questions are.
 
 Note [Time]
     A limit counts seconds of a processor, not of a clock: a right file may wait long on a busy machine, and an endless loop cannot
-    hide in one. A rank that computes for `SECONDS` in one question is in an endless loop. Ranks that wait for each other, or that
-    sleep, are told by `launcher.supervisor`, Note [Ranks that stand still]. A clock is only the last resort.
+    hide in one. A rank that computes for `SECONDS` in one question is in an endless loop. Then the file's other questions have `AGAIN`,
+    because most files come to the same loop in all of them. Ranks that wait for each other, or that sleep, are told by
+    `launcher.supervisor`, Note [Ranks that stand still]. A clock is only the last resort.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hwfsdp.course import rules
-from hwfsdp.course.failures import Raised, ended, explain
+from hwfsdp.course.failures import AGAIN, SECONDS, Raised, ended, explain, loop_of
 from hwfsdp.course.findings import OF_FILE, Finding, one_line
 from hwfsdp.course.packing import pack, unpack
 from hwfsdp.course.probing import FAILED, Order, Probe, Question, Report, on_rank
@@ -180,6 +181,7 @@ class StudentFile:
             self.refusal = found  # type: ignore[assignment]
         self.asking = False  # True while tests are called only to hear what they ask
         self.asker = ""  # the number of the exercise whose tests ask
+        self.seconds = SECONDS  # of a processor, for a question (Note [Time])
         self.launches: list[tuple[int, list[str]]] = []
         self.steps: dict[str, Any] = {}  # by name, what `machines` made of an answer
         self._ahead: dict[tuple[int, bool], dict[str, Question]] = {}  # by number of ranks, and if simulated
@@ -242,7 +244,7 @@ class StudentFile:
         wait(self._begun)
 
     def _answer_all(self, left: dict[str, Question], world_size: int) -> None:
-        ends = 0
+        ends = list[str]()  # for each end, the function of an endless loop, or ""
         while left:
             try:
                 with _room.taken(world_size, lambda: self._is_over):
@@ -254,8 +256,11 @@ class StudentFile:
                     self._answers[key].set_exception(error)
                 return
             if ended := next((key for key, answer in found.items() if answer.failure), ""):
-                ends += 1
-                found = self._without(left, ended, found[ended], ends == ENDS) | found
+                if loop := loop_of(found[ended].failure):
+                    self.seconds = AGAIN
+                is_last = len(ends) + 1 == ENDS or loop in filter(None, ends)
+                ends.append(loop)
+                found = self._without(left, ended, found[ended], is_last) | found
             for key, answer in found.items():
                 self._answers[key].set_result(answer)
                 del left[key]
@@ -272,7 +277,7 @@ class StudentFile:
         """Start ranks, and return the answers up to the question that ended them. All get the failure if it is of the whole file."""
         questions, printed = list(asked.values()), dict[int, list[str]]()
         self.launches.append((world_size, [each.name for each in questions]))
-        failure, raised, left = None, list[Raised](), PRINTED
+        failure, raised, left, seconds = None, list[Raised](), PRINTED, self.seconds
         shared = [value for each in questions for value in each.arguments.values() if isinstance(value, Path)]
 
         def write(text: str) -> None:
@@ -293,13 +298,13 @@ class StudentFile:
         self._folders.add(folder)
         try:
             try:
-                results = self._run(questions, world_size, folder, shared, watch, write)
+                results = self._run(questions, world_size, folder, shared, watch, write, seconds)
                 if changed := [name for result in results for name in result["changed"]]:
                     failure = Finding("blocked", f"Your code changes {changed[0]}, which is not its own.")
                 raised = [Raised(**result["raised"]) for result in results if result["raised"]]
                 raised.sort(key=lambda each: (each.lost_peer, each.rank))
             except RankError as error:
-                failure = ended(error, watch.exceeded, folder, self.path)
+                failure = ended(error, watch.exceeded, folder, self.path, seconds)
             except FORGED as error:
                 failure = _forged(error)
             try:
@@ -319,10 +324,11 @@ class StudentFile:
         shared: list[Path],
         watch: Watch,
         write: Callable[[str], None],
+        seconds: float,
     ) -> list[Any]:
         """Run the questions on ranks behind walls, and return what each rank says at its end."""
         walls = plan(folder, self.hidden, shared)
-        order = Order(tuple(questions), str(self.path), self.text, str(folder), walls)
+        order = Order(tuple(questions), str(self.path), self.text, str(folder), walls, seconds)
         call = pickling.dumps((on_rank, (order,), {}))
         options = RankOptions(
             WAIT,
