@@ -216,6 +216,24 @@ def test_a_world_of_one_rank_has_nothing_to_exchange(monkeypatch: pytest.MonkeyP
         dist.destroy_process_group()
 
 
+class AskedOnce(dict[str, bytes]):
+    """A store in which a rank has asked once. Then the run ends."""
+
+    set = dict.__setitem__
+
+    def wait(self, keys: list[str], _: object) -> None:
+        if keys != [flight_recorder._key(1, flight_recorder._ASKED)]:
+            raise RuntimeError("the store is gone")
+
+
+def test_a_rank_that_is_asked_tells_its_calls_under_its_own_key(ring: Any) -> None:
+    begin(3)
+    store = AskedOnce()
+    flight_recorder._answer(flight_recorder._start(), store, 5)
+    [(key, said)] = store.items()
+    assert key == flight_recorder._key(1, 5) and flight_recorder._unpacked(said).calls == ring()
+
+
 def test_the_users_collectives_are_noted_once_while_recording_or_not_and_numbered_with_fsdps() -> None:
     for rank, found in enumerate(noted()):
         everyone = "of [0, 1, 2, 3]"

@@ -12,7 +12,8 @@ from torch import nn
 import hwfsdp
 from hwfsdp.course import timing
 from hwfsdp.course.findings import Finding
-from hwfsdp.course.machines import GPU, HOST, NARROW, RACE, WIDE, Program, Step, stepped
+from hwfsdp.course.machines import GPU, HOST, MACHINES, NARROW, RACE, WIDE, Program, Step, sets_apart, stepped
+from hwfsdp.streams import streams_for
 
 RACE_TEST = Path(__file__).parents[2] / "exercises/16_race/test_race.py"
 
@@ -59,6 +60,13 @@ def test_work_that_nobody_needs_hides_nothing(host: Step) -> None:
     lost = Step(WIDE, "host", host.facts | {"events": events})
     with pytest.raises(Finding, match="while no unit computes"):
         timing.exposed(lost, "reduction", at_most=1.5 * lost.reduce_us)
+
+
+def test_streams_of_two_sets_have_no_common_order() -> None:
+    with sets_apart() as made, MACHINES["gpu"].entered():
+        first, second = streams_for("cpu"), streams_for("cpu")
+    assert (first.all_gather.name, second.all_gather.name) == ("all_gather", "all_gather 2")
+    assert made == [0, 1, 2]
 
 
 @pytest.mark.long
