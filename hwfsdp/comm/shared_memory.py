@@ -108,7 +108,7 @@ class Transfer(dist.Work):
 
     def _end(self) -> None:
         """Note that this rank needs nothing more. The caller holds the lock."""
-        self._neighbors.over(self._number, self._acknowledge)
+        self._neighbors.over(self._number, acknowledge=self._acknowledge)
 
     def get_future(self) -> torch.futures.Future[None]:
         """Return a future that is done when `wait` has returned. Call this before `wait`."""
@@ -282,9 +282,7 @@ class Neighbors:
         self._unread: dict[int, None] = {}  # numbers of the collectives in flight, in order
         self._looks = _LOOKS if self.size <= (os.cpu_count() or 1) else 0
         self.lock = threading.Lock()
-        self._dropped: deque[int] = (
-            deque()
-        )  # numbers of collectives of which this rank will read nothing more
+        self._dropped = deque[int]()  # numbers of collectives of which this rank will read nothing more
 
     @property
     def read_by_all(self) -> int:
@@ -381,7 +379,7 @@ class Neighbors:
             place = _pool.find(input)
             assert place is not None, "what was just allocated is in no block"
         with self.lock:
-            self._note_dropped(acknowledge=False)  # the record below tells it
+            self.over()  # the record below tells it
             self._issued += 1
             number, (index, offset) = self._issued, place
             self._unread[number] = None
@@ -400,16 +398,20 @@ class Neighbors:
         """Return the number up to which this rank has read all collectives."""
         return next(iter(self._unread), self._issued + 1) - 1
 
-    def over(self, number: int, acknowledge: bool = False) -> None:
-        """Note that this rank needs nothing more for a collective. The caller holds the lock.
+    def over(self, *numbers: int, acknowledge: bool = False) -> None:
+        """Note that this rank needs nothing more for these collectives, nor for those dropped meanwhile. The caller holds the lock.
 
         The next record tells this to the others. After the last reduction of a backward, there may be no record for a long time.
         So with `acknowledge`, if no collective is in flight, this rank tells the others at once.
         """
-        self._unread.pop(number, None)
-        for told in self._told.values():
-            told.pop(number, None)
-        if acknowledge and not self._unread:
+        ended = [*numbers]
+        while self._dropped:
+            ended.append(self._dropped.popleft())
+        for number in ended:
+            self._unread.pop(number, None)
+            for told in self._told.values():
+                told.pop(number, None)
+        if ended and acknowledge and not self._unread:
             record = _LAYOUT.pack(0, 0, 0, self._read, 0, 0, 0, *Identity())
             for peer in self._sockets:
                 with contextlib.suppress(RuntimeError):  # the peer is gone, and its memory with it
@@ -420,11 +422,6 @@ class Neighbors:
         self._dropped.append(number)
         if tell:
             self.catch_up()
-
-    def _note_dropped(self, acknowledge: bool) -> None:
-        """Note that this rank needs nothing more for the collectives that were dropped meanwhile."""
-        while self._dropped:
-            self.over(self._dropped.popleft(), acknowledge)
 
     def _send(self, peer: int, record: bytes, file: int | None) -> None:
         connection = self._sockets[peer]
@@ -456,7 +453,7 @@ class Neighbors:
         """
         if self.lock.acquire(blocking=False):
             try:
-                self._note_dropped(acknowledge=True)
+                self.over(acknowledge=True)
                 while self._hear(0):
                     pass
             finally:

@@ -312,15 +312,20 @@ def any_number_of_collectives_may_be_issued_before_the_first_wait() -> int:
     return sum(work.wait() for work in in_flight)
 
 
-@two.finds([1] * 5)
+@two.finds([2] * 5)
 def a_group_that_is_not_used_any_more_keeps_no_block() -> list[int]:
-    """Count the blocks after reductions in one group after the other, each used once."""
+    """Count the blocks after a gather and a reduction in one group after the other. Rows are dropped while the reduction travels."""
     fresh_group()
     counts = []
     for _ in range(5):
-        whole = shared_memory.allocate((2000,), torch.float32)
-        reduce(torch.empty(1000), whole, SUM, dist.new_group()).wait()
-        del whole
+        group, whole = dist.new_group(), shared_memory.allocate((2000,), torch.float32)
+        part = shared_memory.allocate((1000,), torch.float32)
+        rows = gather(part[:1].expand(2000), part, group)
+        rows.wait()
+        reducing = reduce(torch.empty(1000), whole, SUM, group)
+        del rows
+        reducing.wait()
+        del whole, part
         dist.barrier()
         counts.append(blocks())
     return counts
