@@ -341,6 +341,7 @@ class FSDPState:
     def name_states(self) -> list[FSDPState]:
         """Name the states below, their groups and their parameters by their place below the root; return the states."""
         prefixes = {module: name for name, module in self.modules[0].named_modules()}
+        order = {module: place for place, module in enumerate(prefixes)}
         found: dict[FSDPState, list[str]] = {}
         for module, name in prefixes.items():
             if (state := state_of(module)) is not None:
@@ -350,7 +351,8 @@ class FSDPState:
             for group in state.groups:
                 group.rename(state.name)
                 for param in group.params:
-                    module, name = param.places[0]
+                    # the first name of a tied one, as in `named_parameters`
+                    module, name = min(param.places, key=lambda place: order.get(place.module, 0))
                     param.name = f"{prefixes.get(module, '')}.{name}".lstrip(".")
         return list(found)
 

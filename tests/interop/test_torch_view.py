@@ -140,6 +140,26 @@ def the_view_agrees_with_the_state() -> list[bool]:
     ]
 
 
+class HeadFirst(nn.Module):
+    """A head and an embedding with one weight. The head has it before the embedding, which is a module below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.head = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embedding(x) @ self.head.T
+
+
+@two.finds(["head"])
+def a_tied_parameter_has_the_first_of_its_names() -> list[str]:
+    theirs()
+    model: Any = fsdp.fully_shard(HeadFirst(), mesh=cpu_mesh())
+    model(torch.arange(5))
+    return [param._param_fqn for param in fsdp.fully_shard.state(model)._fsdp_param_group.fsdp_params]  # type: ignore[attr-defined]
+
+
 @two.finds(["", "inner", "1"])
 def a_name_given_to_fully_shard_is_the_name_in_torchs_view() -> list[str]:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
