@@ -13,8 +13,7 @@ from hwfsdp.course.findings import Finding, one_line
 from hwfsdp.course.walls import FILE, MEMORY, read_from_rank
 from hwfsdp.errors import RankError
 
-# of a processor, in one rank, for one question; the solutions need 0.7 at most. AGAIN: once the file has been in an endless loop
-SECONDS, AGAIN = 4.0, 1.0
+SECONDS = 6.0  # of a processor, in one rank, for one question; the solutions need 1 at most
 LONGEST = 400  # characters of what a rank says
 
 
@@ -125,8 +124,8 @@ def _place(raised: Raised, path: Path) -> str:
     return " outside your file" if raised.frames else ""
 
 
-def ended(error: RankError, exceeded: str, folder: Path, path: Path, seconds: float) -> Finding:
-    """Explain why ranks were ended. `folder` holds their standard error; `seconds` is what they could compute for a question."""
+def ended(error: RankError, exceeded: str, folder: Path, path: Path) -> Finding:
+    """Explain why ranks were ended. `folder` holds their standard error."""
     rank, got = error.rank, one_line(error.got.replace(f"{path.parent}/", ""), LONGEST)
     if exceeded == "processes":
         return Finding(
@@ -148,8 +147,8 @@ def ended(error: RankError, exceeded: str, folder: Path, path: Path, seconds: fl
         return Finding(alone if is_asleep else _stuck(error.got), f"{got[:1].upper()}{got[1:]}.{line}")
     stacks = error.traceback if error.reason == "raised" else _tail(folder / str(rank))
     line = _line_in(stacks, path, innermost=0)
-    if "SIGPROF" in got:
-        what = f"Rank {rank} computed for {seconds:g} s or more without an end."
+    if "SIGXCPU" in got:
+        what = f"Rank {rank} computed for {SECONDS:g} s or more without an end."
         if line:
             return Finding("endless", f"{what}{line}")
         # a thread of gloo has no stack of Python
@@ -159,13 +158,6 @@ def ended(error: RankError, exceeded: str, folder: Path, path: Path, seconds: fl
     words = f" It said: {one_line(said[0], LONGEST)}" if said else ""
     is_mismatch = any(sign in f"{got}{words}" for sign in MISMATCH)
     return Finding("order-diverged" if is_mismatch else "died", f"Rank {rank}: {got}.{line}{words}")
-
-
-def loop_of(finding: Finding | None) -> str:
-    """Return the name of the function that does not come to an end; "" if the finding is another one."""
-    if finding is None or finding.misconception != "endless":
-        return ""
-    return "".join(re.findall(r"It was in (\S+) ", finding.message))
 
 
 def _stuck(got: str) -> str:

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from hwfsdp.core.device_streams import StreamSet
 from hwfsdp.course.facts import Shard, students_shard
-from hwfsdp.course import probing
 from hwfsdp.course.probing import Report, attempt, simulates
 from hwfsdp.course.ranks import StudentFile
+from hwfsdp.course.failures import SECONDS
 from hwfsdp.course.walls import limit_processor
 from hwfsdp.course.watching import logged, ready
 from hwfsdp.observe import events
@@ -169,7 +169,7 @@ KERNELS = (*PRODUCTS, "native_layer_norm", "native_layer_norm_backward")  # all 
 def probe_step(report: Report, program: Program, machine: str) -> None:
     ready()
     if not MACHINES[machine].small:
-        limit_processor(6 * probing.seconds)  # models of real size
+        limit_processor(4 * SECONDS)  # models of real size
     attempt(report, named(program, machine), partial(stepped, program, machine, students_shard()))
 
 

@@ -103,7 +103,8 @@ class Session:
             may = _exercise(item).kwargs.get("may", "").split()
             name = _exercise(item).kwargs["file"]
             unread = self.unread.get(f"{item.path.parent.name}/{name}") or self.unread.get(name, "")
-            self.files[path] = StudentFile(path, hidden, may, show, unread)
+            one_loop = self.config.getoption("page")
+            self.files[path] = StudentFile(path, hidden, may, show, unread, one_loop)
         return self.files[path]
 
     def fixtures_of(self, item: pytest.Item) -> dict[str, Any]:

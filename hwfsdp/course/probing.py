@@ -40,7 +40,6 @@ from hwfsdp.observe.events import COLLECTIVES
 PRINTED = 4_000  # characters of what a rank prints in one question that are shown
 FAILED = "parts that raised"  # key in a report: the exception of each part that raised, by the part's key
 SUBMITTED = "submitted"  # the name of the student's file as a module
-seconds = SECONDS  # of a processor, for each question; a rank sets what its order says
 # what a student's file must leave as it is, besides the course's own modules
 FIXED: tuple[Any, ...] = (
     *(torch, torch.Tensor, torch.nn.Module, torch.UntypedStorage, torch.autograd),
@@ -68,18 +67,13 @@ def simulates(probe: Probe) -> Probe:
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank does: load the file at `path`, whose text is `text`, and answer questions, one after the other.
-
-    Attributes:
-        seconds: of a processor, to load the file, and for each question.
-    """
+    """What a rank does: load the file at `path`, whose text is `text`, and answer questions, one after the other."""
 
     questions: tuple[Question, ...]
     path: str
     text: str
     folder: str
     walls: Walls
-    seconds: float
 
 
 def submitted() -> Any:
@@ -92,8 +86,7 @@ def on_rank(order: Order) -> bytes:
 
     So a later question that hangs or raises does not take an answer away. The result says what was raised, and what was changed.
     """
-    global seconds
-    raised, number, report, seconds = None, 0, Report(), order.seconds
+    raised, number, report = None, 0, Report()
     # kept before the student's code could replace them
     sealed, described, changed = pack, _described, _changed
     rank, folder = os.environ["RANK"], Path(order.folder)
@@ -106,11 +99,11 @@ def on_rank(order: Order) -> bytes:
     order.walls.close_files(order.folder)
     fixed = _fixed()
     try:
-        limit_processor(seconds)
+        limit_processor(SECONDS)
         _load(order.path, order.text)
         (folder / f"loaded {rank}").touch()
         for number, (probe, question) in enumerate(zip(probes, order.questions, strict=True)):
-            limit_processor(seconds)
+            limit_processor(SECONDS)
             out.begin(number)
             report = Report()
             if question.simulated and number:  # streams that the file keeps belong to the machine before

@@ -14,13 +14,12 @@ Note [Asked ahead]
     the other; those for a simulated machine have a launch of their own. Launches run at the same time if they have at most `RANKS`
     ranks together, large ones first. If a question ends its launch, the next launch begins with the question after it. After a rank
     that hangs, left or died, the questions that only this exercise asked are left out. After `ENDS` such ends of one number of ranks,
-    or two endless loops in one function, all other questions are.
+    all other questions are. A student's own check looks no further than the first endless loop: it ends all launches (`_give_up`).
 
 Note [Time]
     A limit counts seconds of a processor, not of a clock: a right file may wait long on a busy machine, and an endless loop cannot
-    hide in one. A rank that computes for `SECONDS` in one question is in an endless loop. Then the file's other questions have `AGAIN`,
-    because most files come to the same loop in all of them. Ranks that wait for each other, or that sleep, are told by
-    `launcher.supervisor`, Note [Ranks that stand still]. A clock is only the last resort.
+    hide in one. A rank that computes for `SECONDS` in one question is in an endless loop. Ranks that wait for each other, or that
+    sleep, are told by `launcher.supervisor`, Note [Ranks that stand still]. A clock is only the last resort.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hwfsdp.course import rules
-from hwfsdp.course.failures import AGAIN, SECONDS, Raised, ended, explain, loop_of
+from hwfsdp.course.failures import Raised, ended, explain
 from hwfsdp.course.findings import OF_FILE, Finding, one_line
 from hwfsdp.course.packing import pack, unpack
 from hwfsdp.course.probing import FAILED, Order, Probe, Question, Report, on_rank
@@ -162,6 +161,7 @@ class StudentFile:
     Args:
         path: the file. hidden: paths that its ranks must not see. may: names that it may use besides the usual ones (`rules`).
         show: called at once with each line that a rank prints. unread: why a file that was handed in is not at `path`.
+        one_loop: True: an endless loop ends all launches. False: for a mark, the other exercises are still asked.
     """
 
     def __init__(
@@ -171,8 +171,9 @@ class StudentFile:
         may: Iterable[str] = (),
         show: Callable[[str], object] = lambda text: None,
         unread: str = "",
+        one_loop: bool = False,
     ) -> None:
-        self.path, self.hidden, self.show = path, tuple(hidden), show
+        self.path, self.hidden, self.show, self.one_loop = path, tuple(hidden), show, one_loop
         self.text, self.refusal = "", Finding("not-yet", f"There is no file {path.name}.")
         if unread:
             self.refusal = Finding("not-read", f"{path.name} was not read: {unread.removesuffix('?')}.")
@@ -181,7 +182,6 @@ class StudentFile:
             self.refusal = found  # type: ignore[assignment]
         self.asking = False  # True while tests are called only to hear what they ask
         self.asker = ""  # the number of the exercise whose tests ask
-        self.seconds = SECONDS  # of a processor, for a question (Note [Time])
         self.launches: list[tuple[int, list[str]]] = []
         self.steps: dict[str, Any] = {}  # by name, what `machines` made of an answer
         self._ahead: dict[tuple[int, bool], dict[str, Question]] = {}  # by number of ranks, and if simulated
@@ -189,6 +189,7 @@ class StudentFile:
         self._answers: dict[str, Future[Answer]] = {}
         self._begun: list[Future[None]] = []
         self._is_over = False
+        self._loop: Answer | None = None  # to all questions that are left, after `_give_up`
         self._running: set[Watch] = set()
         self._folders: set[Path] = set()  # of the launches that are going on
 
@@ -244,23 +245,23 @@ class StudentFile:
         wait(self._begun)
 
     def _answer_all(self, left: dict[str, Question], world_size: int) -> None:
-        ends = list[str]()  # for each end, the function of an endless loop, or ""
+        ends = 0
         while left:
             try:
-                with _room.taken(world_size, lambda: self._is_over):
+                with _room.taken(world_size, lambda: self._is_over or self._loop is not None):
                     if self._is_over:
                         return
-                    found = self._launch(left, world_size)
+                    found = {} if self._loop else self._launch(left, world_size)
             except BaseException as error:  # the grader's own, and so the test's
                 for key in left:
                     self._answers[key].set_exception(error)
                 return
             if ended := next((key for key, answer in found.items() if answer.failure), ""):
-                if loop := loop_of(found[ended].failure):
-                    self.seconds = AGAIN
-                is_last = len(ends) + 1 == ENDS or loop in filter(None, ends)
-                ends.append(loop)
-                found = self._without(left, ended, found[ended], is_last) | found
+                ends += 1
+                self._give_up(found[ended].failure)
+                found = self._without(left, ended, found[ended], ends == ENDS) | found
+            if loop := self._loop:
+                found = {key: found[key] if key in found and not found[key].failure else loop for key in left}
             for key, answer in found.items():
                 self._answers[key].set_result(answer)
                 del left[key]
@@ -273,11 +274,19 @@ class StudentFile:
         own = self._askers[ended][:1]
         return {key: answer for key in left if is_last or self._askers[key] == own}
 
+    def _give_up(self, failure: Finding | None) -> None:
+        """End all launches if this is an endless loop, and one is enough: every other launch may come to it, and take as long."""
+        if self.one_loop and failure and failure.misconception == "endless" and not self._loop:
+            self._loop = Answer([], [], failure, ends_file=True)
+            _room.look_again()
+            for watch in set(self._running):
+                watch.end()
+
     def _launch(self, asked: Mapping[str, Question], world_size: int) -> dict[str, Answer]:
         """Start ranks, and return the answers up to the question that ended them. All get the failure if it is of the whole file."""
         questions, printed = list(asked.values()), dict[int, list[str]]()
         self.launches.append((world_size, [each.name for each in questions]))
-        failure, raised, left, seconds = None, list[Raised](), PRINTED, self.seconds
+        failure, raised, left = None, list[Raised](), PRINTED
         shared = [value for each in questions for value in each.arguments.values() if isinstance(value, Path)]
 
         def write(text: str) -> None:
@@ -298,13 +307,13 @@ class StudentFile:
         self._folders.add(folder)
         try:
             try:
-                results = self._run(questions, world_size, folder, shared, watch, write, seconds)
+                results = self._run(questions, world_size, folder, shared, watch, write)
                 if changed := [name for result in results for name in result["changed"]]:
                     failure = Finding("blocked", f"Your code changes {changed[0]}, which is not its own.")
                 raised = [Raised(**result["raised"]) for result in results if result["raised"]]
                 raised.sort(key=lambda each: (each.lost_peer, each.rank))
             except RankError as error:
-                failure = ended(error, watch.exceeded, folder, self.path, seconds)
+                failure = ended(error, watch.exceeded, folder, self.path)
             except FORGED as error:
                 failure = _forged(error)
             try:
@@ -324,11 +333,10 @@ class StudentFile:
         shared: list[Path],
         watch: Watch,
         write: Callable[[str], None],
-        seconds: float,
     ) -> list[Any]:
         """Run the questions on ranks behind walls, and return what each rank says at its end."""
         walls = plan(folder, self.hidden, shared)
-        order = Order(tuple(questions), str(self.path), self.text, str(folder), walls, seconds)
+        order = Order(tuple(questions), str(self.path), self.text, str(folder), walls)
         call = pickling.dumps((on_rank, (order,), {}))
         options = RankOptions(
             WAIT,

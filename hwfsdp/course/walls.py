@@ -20,6 +20,7 @@ import ctypes
 import faulthandler
 import fcntl
 import functools
+import math
 import os
 import resource
 import secrets
@@ -210,8 +211,10 @@ def _limit_this_process(own_user: bool) -> None:
 
 def limit_processor(seconds: float) -> None:
     """Let this process die, with its stack on standard error, when it has computed for so many more seconds."""
-    faulthandler.register(signal.SIGPROF, file=2, all_threads=False, chain=True)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    faulthandler.register(signal.SIGXCPU, file=2, all_threads=False, chain=True)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime + seconds), most))
 
 
 def close_pipes() -> None:

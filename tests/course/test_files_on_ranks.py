@@ -114,23 +114,6 @@ def test_a_rank_that_leaves_ends_only_the_questions_of_its_exercise(tmp_path: Pa
     assert said == {"02 1": False, "02 11": False, "03 2": False, "05 3": False, "06 13": True}
 
 
-@LINUX
-def test_after_an_endless_loop_the_next_one_is_told_sooner(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(ranks, "SECONDS", 2.0)
-    monkeypatch.setattr(ranks, "AGAIN", 1.0)
-    of, said = course(tmp_path, "while True: pass"), list[str]()
-    for of.asking in (True, False):
-        for of.asker, number in (("02", 1), ("03", 2)):
-            try:
-                list(of.ranks(1).ask(probe_answer, "answer", number=number))
-            except NotYet:
-                pass
-            except Finding as finding:
-                said.append(finding.message.partition(" or")[0])
-    of.end()
-    assert said == ["Rank 0 computed for 2 s", "Rank 0 computed for 1 s"]
-
-
 def test_a_launch_that_waits_for_room_is_not_begun_after_the_end(tmp_path: Path) -> None:
     of, said = course(tmp_path, "print('asleep')", "time.sleep(100)"), list[str]()
     of.show = said.append
@@ -150,6 +133,24 @@ def test_a_launch_that_waits_for_room_keeps_no_smaller_one_from_running(tmp_path
     ask_ahead(of, (RANKS, 0), (1, 0))
     assert of.ranks(1).ask(probe_answer, "answer", number=0) == [0]
     assert [ranks for ranks, _ in of.launches] == [2, 1]
+    of.end()
+
+
+@LINUX
+def test_one_endless_loop_ends_all_launches_of_a_students_own_check(tmp_path: Path) -> None:
+    """Two ranks sleep. Meanwhile one rank computes, and others wait for room."""
+    of = course(tmp_path, "print('begun')", "time.sleep(600 * (number == 2))", "while True: pass")
+    said = list[str]()
+    of.show, of.one_loop = said.append, True
+    ask_ahead(of, (2, 2), (1, 1))
+    while len(said) < 3:
+        time.sleep(0.01)
+    ask_ahead(of, (RANKS, 4))
+    for world_size, number in ((1, 1), (2, 2), (RANKS, 4)):
+        with pytest.raises(Finding, match="[Nn]othing has happened for 3 s") as caught:
+            of.ranks(world_size).ask(probe_answer, "answer", number=number)
+        assert caught.value.misconception == "endless" and caught.value.ends_file
+    assert sorted(ranks for ranks, _ in of.launches) == [1, 2]
     of.end()
 
 
@@ -211,13 +212,13 @@ def test_ranks_that_all_send_first_are_told_from_a_collective_that_one_skips() -
         )
         said = f"nothing has happened for 3 s ({places})"
         error = RankError(0, said, f'File "{path}", line 83, in f', "", "late")
-        finding = failures.ended(error, "", Path(), path, 4.0)
+        finding = failures.ended(error, "", Path(), path)
         assert finding.misconception == misconception
         assert "at my_fsdp.py:83" in finding.message and "private" not in finding.message
 
 
 def test_a_rank_that_computes_without_an_end_is_in_a_loop_only_if_the_file_is(tmp_path: Path) -> None:
-    error = RankError(1, "death by signal SIGPROF", "", "", "died")
+    error = RankError(1, "death by signal SIGXCPU", "", "", "died")
     for stack, misconception in [
         ("", "left-undone"),
         ("Stack:\n  <no Python frame>\n", "left-undone"),
@@ -225,7 +226,7 @@ def test_a_rank_that_computes_without_an_end_is_in_a_loop_only_if_the_file_is(tm
         ('Stack:\n  File "my_fsdp.py", line 5 in answer\n', "endless"),
     ]:
         (tmp_path / "1").write_text(stack)
-        assert failures.ended(error, "", tmp_path, Path("my_fsdp.py"), 4.0).misconception == misconception
+        assert failures.ended(error, "", tmp_path, Path("my_fsdp.py")).misconception == misconception
 
 
 @LINUX
