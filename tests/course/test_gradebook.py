@@ -62,8 +62,7 @@ def of_class(tmp_path_factory: pytest.TempPathFactory) -> OfClass:
     (folder / "class" / "zip.zip").write_bytes(zipped(FILES["ada"]))
     (folder / "class" / "damaged.zip").write_bytes(zipped(FILES["ada"])[:60])
     options = ["--jobs", 3, "--format", "csv,json,gradescope"]
-    out = os.path.relpath(folder / "out")  # as it is typed
-    said = graded(folder / "class", "--out", out, *options, temporary=folder / "temporary")
+    said = graded(folder / "class", "--out", folder / "out", *options, temporary=folder / "temporary")
     return folder / "out", said
 
 
