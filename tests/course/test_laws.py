@@ -126,8 +126,8 @@ def becomes(value: Any) -> Change:
     return lambda _: value
 
 
-def alone(by: Any) -> Any:
-    return lambda moves: [each for each in moves if each[0] != by]
+def without(op: str) -> Change:
+    return lambda moves: [each for each in moves if each[0] != op]
 
 
 def another(op: str) -> Change:
@@ -176,8 +176,8 @@ WRONG = [
     Wrong("not-freed", PLAIN, traffic, MOVES[0], lambda moves: []),
     Wrong("one-by-one", PLAIN, traffic, MOVES[0], cut_in_two),
     Wrong("gathered-again", PLAIN, traffic, MOVES[0], times(2)),
-    Wrong("not-reduced", PLAIN, traffic, MOVES[1], alone("reduce_scatter")),
-    Wrong("not-freed", PLAIN, traffic, MOVES[1], alone("all_gather")),
+    Wrong("not-reduced", PLAIN, traffic, MOVES[1], without("reduce_scatter")),
+    Wrong("not-freed", PLAIN, traffic, MOVES[1], without("all_gather")),
     Wrong("whole-gradients", PLAIN, traffic, MOVES[1], another("all_reduce")),
     Wrong("too-much-traffic", PLAIN, traffic, MOVES[0], another("broadcast")),
     Wrong("too-much-traffic", PLAIN, traffic, (*MOVES[1], -1, 2), times(2)),
