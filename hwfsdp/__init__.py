@@ -30,7 +30,7 @@ Modules beside the folders:
     optional_packages  packages that only parts of this one need
     files              files that are written whole or not at all
     torch_releases     the releases of torch that the package supports
-    compat             private API of torch, for all folders except core
+    compat             private API of torch, for all folders except core and features
     streams            for schedules outside the package
     collectives        the same: kinds of all-gather and reduce-scatter
     optim              torch's optimizers, their steps over local parts

@@ -456,7 +456,7 @@ def needs_of(plan: LoadPlan) -> Iterator[Need]:
 
 # --- Reading -----------------------------------------------------------------------------------------------
 
-_PIECE_BYTES = 4 << 20  # most bytes of one read
+_PIECE_BYTES = 4 << 20  # most bytes of one read, before it is rounded out to whole blocks
 _THREADS = min(4, os.cpu_count() or 1)
 
 

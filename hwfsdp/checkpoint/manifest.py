@@ -63,7 +63,7 @@ class Chunk(NamedTuple):
 
     Attributes:
         file: index into the files of the checkpoint. at: the byte of the file at which the chunk begins.
-        box: the part of the tensor. crc32: one checksum for each block of `BLOCK_BYTES`; the last block may be shorter.
+        box: the part of the tensor. crc32: one checksum for each block (`Manifest.block_bytes`); the last block may be shorter.
         nbytes: the bytes in the file, in formats of others. In ours, they follow from the box.
         seal: of DCP's chunks, see Note [Seals] in `dcp`; -1 if there is none.
         values: the values, if the file is mapped into memory (PART, safetensors). Then `file`, `at` and `nbytes` mean nothing.
@@ -80,7 +80,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor; its chunks tile it. `same_as`: the path of another entry whose tensor was the same object at the save, or None."""
+    """A tensor; its chunks tile it. `same_as`: the path of another entry whose tensor had the same memory at the save, or None."""
 
     path: KeyPath
     dtype: torch.dtype

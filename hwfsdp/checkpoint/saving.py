@@ -9,10 +9,10 @@ Files hold nothing but numbers and JSON, so no checkpoint can make a program run
 
     describe → [leader: compare, plan, make a directory] → write → [leader: manifest, CURRENT, sweep]
 
-The steps in square brackets happen on the leader. At each arrow, all ranks have agreed (see `agreement`). Every rank describes
+The steps in square brackets happen on the leader. After each of them, all ranks have agreed (see `agreement`). Every rank describes
 its tensors and values as JSON (`describe`). The leader compares the descriptions, since a checkpoint holds one state dict and not
-one for each rank. Then it assigns every box to one of the ranks that have it (`writers_of`): the largest box first, each to the rank
-with the fewest bytes so far. The result is the manifest, still without checksums (`plan_of`).
+one for each rank. Then it assigns every box to one of the ranks that have it (`writers_of`): first the boxes of a single rank, then the
+largest box first, each to the rank with the fewest bytes so far. The result is the manifest, still without checksums (`plan_of`).
 
 Note [Replicas are compared]
     If several ranks hold the same part, one of them writes it. If their copies differ, something went wrong long before the

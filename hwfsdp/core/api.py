@@ -57,7 +57,7 @@ def fully_shard(
     After a backward, `.grad` of each shard is its part of the mean gradient over the ranks.
 
     Raises:
-        UsageError: the module was sharded before, it shares a parameter with another group, or the mesh has several axes.
+        UsageError: the module was sharded before, a module below it belongs to another group, too, or the mesh has several axes.
         StateError: no mesh is given, and there is no process group.
 
         After any of these errors, the module is unchanged.

@@ -10,7 +10,8 @@ Note [What to gather next]
     while a group runs its backward, we gather the group that comes before it in this order.
 
     One group ahead is enough to hide a gather behind a computation. So while a module computes, at most two groups are in memory:
-    its own group, whole, and the buffer of the next gather. The groups of the modules around it, such as the root's, come on top.
+    its own group, whole, and the buffer of the next gather. The groups of the modules around it, such as the root's, come on top,
+    and so do groups that stay whole for their backward.
     A wrong guess costs a gather, but never changes a result: a module whose group is not whole gathers it.
 """
 

@@ -59,7 +59,8 @@ class Gathering(NamedTuple):
     """A gather in flight.
 
     Attributes:
-        flat: [W * n], the parts of all ranks. It is uint8 if the tensors' dtypes differ. work, transport: what moves the bytes.
+        flat: [W * n], the parts of all ranks; if rows are read where they are, only its shape and dtype count. It is uint8 if the
+            tensors' dtypes differ. work, transport: what moves the bytes.
         sizes: for each tensor, the number of its elements in a part; they sum to n.
         done: the event after which the gather is over.
     """
@@ -153,9 +154,9 @@ class Mean(NamedTuple):
 def mean_over(ranks: int, dtype: torch.dtype, divide_by: float | None = None, only_sum: bool = False) -> Mean:
     """Return the steps of a mean over this number of ranks in this dtype.
 
-    In fp32 and bf16 the backend divides while it reduces. In fp16 the sum may overflow, and a division before the sum may
-    underflow. So for fp16 and every other dtype, we split the divisor: a power of two near its root divides before the sum, and
-    the rest after it (8 = 4 · 2, 6 = 4 · 1.5).
+    In fp32 and bf16 the backend divides by the number of ranks while it reduces. In fp16 the sum may overflow, and a division before
+    the sum may underflow. So for fp16 and every other dtype, we split the divisor: a power of two divides before the sum, near the
+    divisor's root if it is even often enough, and the rest after it (8 = 4 · 2, 6 = 4 · 1.5, 127 = 2 · 63.5).
 
     Args:
         divide_by: the divisor, if it is not the number of ranks. only_sum: if True, the backend does not divide.

@@ -119,7 +119,7 @@ class FSDPState:
 
         The next gather starts between the wait and the copy-out. On the CPU, it would compete with this group's gather if it
         started before the wait. After the copy-out it could not overlap with the copy-out: on a device, it would even wait for
-        it (`ParamGroup.unshard`). The state casts the inputs. Then it watches them, so that autograd calls post-backward.
+        it (`ParamGroup.copy_out`). The state casts the inputs. Then it watches them, so that autograd calls post-backward.
         """
         with moment("pre_forward", self):
             starts = self.starts_forward()

@@ -37,5 +37,5 @@ when something happens has a class from which `schedule.FSDPState` derives. The 
     Shared
     feature_state       the base of the states of features
     lookup              what several features look up: groups and parameters of the process, the stack
-    private_autograd    the private corners of torch's autograd
+    private_autograd    the private corners of torch, most of them of autograd
 """

@@ -15,7 +15,7 @@ first one; or a backward ran inside the forward. A graph that does not pass thro
 Frozen parameters have no node in the graph. A node may use them if the forward of their module made it: autograd numbers its
 nodes.
 
-Parameters stay whole after a forward whose output still needs them: a parameter itself, or a generator.
+Parameters stay whole after a forward whose caller still needs them (`end_forward`).
 """
 
 from __future__ import annotations

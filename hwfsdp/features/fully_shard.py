@@ -152,7 +152,7 @@ def fully_shard(
         if __name__ == "__main__":
             assert launch(train, 2) == [((8, 8), (4, 8))] * 2
     """
-    # check: until `build`, nothing is changed
+    # check: until `build`, no module is changed
     modules = checked_modules(module)
     ignored = {*(ignored_params or ())}
     check_arguments(mesh, reshard_after_forward, mp_policy, offload_policy, ignored, dp_mesh_dims, comm_ctx)

@@ -213,7 +213,7 @@ class FSDPModule(api.FSDPModule, Module):
             group.reducer.reduce_unused = reduce_scatter_unused_params
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook` with each reduced flat gradient of this module's own group, before the division.
+        """Call `hook` with each reduced flat gradient of this module's own group, before a division that the backend did not do.
 
         Args:
             hook: gets the gradients of this rank's padded shards, end to end: [n], reduce dtype. It may change the tensor in
@@ -464,7 +464,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
 
     @functools.wraps(method)
-    def call_as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # `recovery` knows it by its name
+    def call_as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # `lookup` knows it by its name
         output = None
         try:
             args, kwargs = state.pre_forward_hook(self, args, kwargs)

@@ -1,4 +1,4 @@
-"""Private parts of torch's autograd that `entries`, `whole` and `user_changes` need.
+"""Private parts of torch that features need: of autograd, and of the places where modules and parameters keep what they have.
 
 Supported: torch 2.11 to 2.15.
 """

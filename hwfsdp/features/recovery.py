@@ -53,8 +53,8 @@ class RecoveringState(FeatureState):
     """A state that notices an exception of an earlier iteration.
 
     Attributes:
-        stepped: True if an optimizer has stepped since the parameters that are whole now were gathered. From the first forward on,
-            only the root's value counts.
+        stepped: True if an optimizer has stepped, or an iteration was broken off, since the parameters that are whole now were
+            gathered. From the first forward on, only the root's value counts.
         handled: the id of the exception that was being handled when the forward began; a later exception has another id.
         accumulated: True if the last backward that ended left gradients that are not reduced over all ranks.
     """
@@ -86,7 +86,7 @@ class RecoveringState(FeatureState):
         return outermost is not None and calls_in_progress(outermost.modules) > (outermost is self)
 
     def is_stale(self) -> bool:
-        """True if an optimizer has stepped since the last iteration began. False in a backward, where it may step for some parameters."""
+        """True if `stepped` was set since the last iteration began. False in a backward: an optimizer may step there for some parameters."""
         return self.root_state.stepped and not in_backward()
 
     def is_outermost(self) -> bool:
@@ -174,7 +174,7 @@ class RecoveringState(FeatureState):
         self.root.guessed.clear()
 
     def break_off(self) -> None:
-        """End everything unfinished. Afterwards every state is idle, modules have their shards, no reduction is in flight.
+        """End everything unfinished. Afterwards every state is idle, modules have their shards, no broken backward has reductions in flight.
 
         Gathers in flight stay. The next iteration drops them (`free_stale`).
         """

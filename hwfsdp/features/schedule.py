@@ -40,7 +40,7 @@ from hwfsdp.interop.torch_view import ViewedState
 class FSDPState(
     FinalizedState,  # the caller may end backwards; otherwise they end as in the core
     SeveralModules,  # a forward ends when the last module of a list has run
-    MeshesState,  # gathers ahead several groups if the next module has several meshes
+    MeshesState,  # a module with several groups, one for each mesh, gathers ahead all groups of the next one
     EnteredState,  # around the core: notes what a forward made
     ViewedState,  # torch's names, after the hooks that they name
 ):
@@ -51,7 +51,8 @@ class FSDPState(
         post_optim_event: the event that the next iteration's gathers wait for, instead of all work on compute. Only the root's
             value counts.
         running: the forwards of the module that have not ended; usually one.
-        max_reductions: the number of reductions that may be in flight. Of the states that share streams, the largest number counts.
+        max_reductions: the number of reductions that may be in flight. Of the states whose groups share streams, the largest number
+            counts.
 
     If several bases have a method, the first one's runs first, and calls the next one's:
 
@@ -61,7 +62,8 @@ class FSDPState(
         begin_iteration, end_iteration    entries → core
         is_outermost                  recovery → core
         follow                        the base of all → core
-        post_forward, post_backward   module_lists → core
+        post_forward                  module_lists → core
+        post_backward                 module_lists → param_meshes → core
         end_forward                   module_lists → entries → core
         end_iteration_forward         module_lists → entries → core
         note_forward_and_predict      entries → core

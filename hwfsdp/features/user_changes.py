@@ -3,7 +3,8 @@
 A sharded parameter takes the place of the program's parameter, and during computation, a whole one takes its place. So whatever
 a program does to one of the three must reach the others:
 
-    attributes, gradient hooks        given to the original parameter       → sharded and whole
+    attributes                        given to the original parameter       → sharded and whole
+    gradient hooks                    given to the original parameter       → whole, or sharded (Note [Which gradient a hook gets])
     values, `requires_grad`           changed while the parameter is whole  → sharded
     another parameter in its place    after the first forward               refused, or put back with a warning
     other memory under the shard      by `to` of a module in the group      read by the next gather
@@ -186,7 +187,7 @@ class FSDPParam(ExtensionParam):
             self.stands_in(self.unsharded_param)
 
     def stands_in(self, param: nn.Parameter) -> None:
-        """Note a parameter that modules have in place of the sharded one. Setting an attribute on one sets it on the other."""
+        """Note a parameter that modules have in place of the sharded one. Both share attributes, unless it is of another subclass."""
         STAND_INS[param] = ref(self)
         if isinstance(param, DTensor) or type(param) is nn.Parameter or has_own_class(type(param)):
             param.__dict__ = vars(self.sharded_param)

@@ -206,7 +206,7 @@ _INSIDE = 0.05  # µs before the end of a slice, where an arrow touches it: afte
 
 
 def _arrows(events: Sequence[Event], drawn: dict[Place, Drawn]) -> dict[Place, list[TraceEvent]]:
-    """Return an arrow from each event that was waited for to the event that waited. Each end is listed under its slice.
+    """Return an arrow from each recorded event that was waited for to the event that waited. Each end is listed under its slice.
 
     An arrow leaves at the last moment of its source. It arrives at the last moment of a wait, or at the first moment of
     any other event, and never before it leaves.

@@ -10,7 +10,7 @@ Note [Segments]
     streams' peaks, which may come at different times, plus the holes. `Pools` follows the documented rules of torch's CUDA
     allocator (docs.pytorch.org, CUDA semantics, "Memory management", and the constants in its published source):
 
-    - sizes are rounded up to multiples of 512 bytes. Blocks up to 1 MiB come from segments of 2 MiB, and blocks up to 10 MiB from
+    - sizes are rounded up to multiples of 512 bytes. Blocks up to 1 MiB come from segments of 2 MiB, and blocks below 10 MiB from
       segments of 20 MiB. A larger block gets a segment of its own size, rounded up to a multiple of 2 MiB;
     - the smallest hole that fits is taken. The rest of it stays a hole if it has at least 512 bytes (small blocks), or more than
       1 MiB (all others);
@@ -35,7 +35,7 @@ from hwfsdp.compat import storage_key
 # The kind of all storages that nobody names: activations, their gradients, temporary results.
 ACTIVATION = "activation"
 ROUND = 512  # bytes
-_SMALL, _MEDIUM = 1 << 20, 10 << 20  # the largest block of a small segment, of a medium one
+_SMALL, _MEDIUM = 1 << 20, 10 << 20  # the largest block of a small segment; larger than any of a medium one
 _SMALL_SEGMENT, _MEDIUM_SEGMENT, _LARGE_ROUND = 2 << 20, 20 << 20, 2 << 20
 
 

@@ -65,7 +65,7 @@ class Simulation:
             below `peak_allocated_gib`. Training frameworks report this number.
         peak_allocated_gib: the most memory that is alive at once, in GiB.
         peak_by_kind: bytes alive at that moment, by kind of memory (`ledger.KINDS`, and "activation").
-        fits: True if `peak_allocated_gib` is within the device's memory.
+        fits: True if `peak_allocated_gib` is within the part of the device's memory that programs can use.
         log: events of rank 0 in the measured step, in virtual time.
     """
 
