@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -52,37 +52,26 @@ from hwfsdp.features.schedule import FSDPState
 M = TypeVar("M", bound=nn.Module)
 
 
-# torch's declares these two, too
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: precision.MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    module_fqn: str | None = ...,
-    comm_ctx: FSDPCommContext | None = ...,
-) -> FSDPModule: ...
+class Options(TypedDict, total=False):
+    """The keywords of `fully_shard`, for type checkers."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: precision.MixedPrecisionPolicy
+    offload_policy: OffloadPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    module_fqn: str | None
+    comm_ctx: FSDPCommContext | None
+
+
+@overload  # torch's declares these two, too
+def fully_shard(module: nn.Module, **options: Unpack[Options]) -> FSDPModule: ...
 
 
 @overload
-def fully_shard(
-    module: list[M],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: precision.MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    module_fqn: str | None = ...,
-    comm_ctx: FSDPCommContext | None = ...,
-) -> list[FSDPModule]: ...
+def fully_shard(module: list[M], **options: Unpack[Options]) -> list[FSDPModule]: ...
 
 
 def fully_shard(
