@@ -2,10 +2,10 @@
 
 Note [When a block is free]
     A rank may write a block again when the block's tensor is gone and all other ranks have read it. No rank waits for this: each
-    record also says up to which collective its sender has read. After the last reduction of a backward, ranks send this at once.
-    If no block is known to be free, the rank makes another block. A training run needs four or five blocks: two as large as
-    the largest group's gradients, and others for a rank's parts of gathers. Blocks are kept, because the first use of new memory takes
-    longer than a copy. Only the owner of a block decides about it, so ranks do not have to agree.
+    record also says up to which collective its sender has read. After the last reduction of a backward, ranks send this at once. If
+    no block is known to be free, the rank makes another block. A training run needs four or five blocks: two or three as large as
+    the largest group's gradients, and others for a rank's parts of gathers. Blocks are kept, because the first use of new memory
+    takes longer than a copy. Only the owner of a block decides about it, so ranks do not have to agree.
 """
 
 from __future__ import annotations

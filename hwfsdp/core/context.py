@@ -11,8 +11,8 @@ Note [What to gather next]
 
     One group ahead is enough to hide a gather behind a computation. So while a module computes, at most two groups are in memory:
     its own group, whole, and the buffer of the next gather. The groups of the modules around it, such as the root's, come on top,
-    and so do groups that stay whole for their backward.
-    A wrong guess costs a gather, but never changes a result: a module whose group is not whole gathers it.
+    and so do groups that stay whole for their backward. A wrong guess costs a gather, but never changes a result: a module whose group
+    is not whole gathers it.
 """
 
 from __future__ import annotations

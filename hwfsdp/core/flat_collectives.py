@@ -155,8 +155,8 @@ def mean_over(ranks: int, dtype: torch.dtype, divide_by: float | None = None, on
     """Return the steps of a mean over this number of ranks in this dtype.
 
     In fp32 and bf16 the backend divides by the number of ranks while it reduces. In fp16 the sum may overflow, and a division before
-    the sum may underflow. So for fp16 and every other dtype, we split the divisor: a power of two divides before the sum, near the
-    divisor's root if it is even often enough, and the rest after it (8 = 4 · 2, 6 = 4 · 1.5, 127 = 2 · 63.5).
+    the sum may underflow. So for fp16 and every other dtype, we split the divisor (8 = 4 · 2, 6 = 4 · 1.5, 127 = 2 · 63.5). A power of
+    two divides before the sum: the first whose square is not below the divisor, or that does not divide it. The rest divides after it.
 
     Args:
         divide_by: the divisor, if it is not the number of ranks. only_sum: if True, the backend does not divide.

@@ -352,7 +352,7 @@ class FSDPState:
                 group.rename(state.name)
                 for param in group.params:
                     # the first name of a tied one, as in `named_parameters`
-                    module, name = min(param.places, key=lambda place: order.get(place.module, 0))
+                    module, name = min(param.places, key=lambda place: order.get(place.module, len(order)))
                     param.name = f"{prefixes.get(module, '')}.{name}".lstrip(".")
         return list(found)
 

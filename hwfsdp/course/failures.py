@@ -13,7 +13,7 @@ from hwfsdp.course.findings import Finding, one_line
 from hwfsdp.course.walls import FILE, MEMORY, read_from_rank
 from hwfsdp.errors import RankError
 
-SECONDS = 6.0  # of a processor, in one rank, for one question; the solutions need 1 at most
+SECONDS = 6.0  # of a processor, in one rank, for one question; the solutions need 1 at most, except in the race, which has 4 times as many
 LONGEST = 400  # characters of what a rank says
 
 

@@ -103,7 +103,7 @@ class Session:
             may = _exercise(item).kwargs.get("may", "").split()
             name = _exercise(item).kwargs["file"]
             unread = self.unread.get(f"{item.path.parent.name}/{name}") or self.unread.get(name, "")
-            one_loop = self.config.getoption("page")
+            one_loop = self.config.getoption("page")  # a student's own check
             self.files[path] = StudentFile(path, hidden, may, show, unread, one_loop)
         return self.files[path]
 

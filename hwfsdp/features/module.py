@@ -213,7 +213,7 @@ class FSDPModule(api.FSDPModule, Module):
             group.reducer.reduce_unused = reduce_scatter_unused_params
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook` with each reduced flat gradient of this module's own group, before a division that the backend did not do.
+        """Call `hook` with each reduced flat gradient of this module's own group, before the division, unless the backend has divided.
 
         Args:
             hook: gets the gradients of this rank's padded shards, end to end: [n], reduce dtype. It may change the tensor in

@@ -39,7 +39,7 @@ class SettableReducer(Reducer):
     Attributes:
         divide_factor: the divisor of sums of gradients; None: the number of ranks.
         force_sum: if True, the backend only sums, and the division is a separate step.
-        hook: called with each reduced flat gradient, before a division that the backend did not do; it may change the gradient.
+        hook: called with each reduced flat gradient, before the division, unless the backend has divided; it may change the gradient.
             hook_stream: the stream of the hook; None: the all-reduce stream.
         reduce_unused: if True, parameters without a gradient are reduced as zeros, because other ranks may have a gradient.
         all_reduce_grads: if False, partial gradients add up (Note [Partial gradients]). It counts only if there are replicas.

@@ -79,15 +79,6 @@ def read_implementation(name: str) -> str:
     return str(path.absolute())
 
 
-def _without_fully_shard(path: Path) -> UsageError:
-    return UsageError(
-        shown_path(path),
-        expected="a function fully_shard",
-        got="none",
-        remedy="Define one; exercises/homework/hw_fsdp.py shows its arguments.",
-    )
-
-
 def label_of(implementation: str) -> str:
     """Return the name of an implementation for tables and curves."""
     return {OURS: "hwfsdp", TORCHS: "FSDP2", NONE: "unsharded"}.get(implementation, Path(implementation).name)
@@ -155,7 +146,8 @@ class _FileSharder:
         self.file = load_file(path)
         self.function: Any = getattr(self.file, "fully_shard", None)
         if not callable(self.function):
-            raise _without_fully_shard(path)
+            remedy = "Define one; exercises/homework/hw_fsdp.py shows its arguments."
+            raise UsageError(shown_path(path), expected="a function fully_shard", got="none", remedy=remedy)
         self.parameters = list(inspect.signature(self.function).parameters.values())[1:]
         self.context: Any = None
 

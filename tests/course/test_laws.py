@@ -93,8 +93,9 @@ LAWS = [
 LAWS += [(each, law) for each in ALIKE for law in (rows, numbers)]
 
 
-@pytest.mark.parametrize(("scenario", "law"), LAWS)
+@pytest.mark.parametrize(("scenario", "law"), LAWS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_the_package_keeps_the_law(facts: Any, scenario: Scenario, law: Callable[..., None]) -> None:
+    """A law that does not hold raises a Finding."""
     law(scenario, facts[scenario.name], facts)
 
 
