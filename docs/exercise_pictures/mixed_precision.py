@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from exercise_pictures.drawing import headline, say
 from hwfsdp.features.fully_shard import fully_shard
-from hwfsdp.features.feature_state import checked_state
+from hwfsdp.features.schedule import checked_state
 from hwfsdp.launcher.launch import launch
 from hwfsdp.observe.recording import record
 from hwfsdp.plot import sheet, style

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.features.fully_shard import fully_shard
-from hwfsdp.features.feature_state import checked_state
+from hwfsdp.features.schedule import checked_state
 from hwfsdp.observe.eventlog import EventLog
 from hwfsdp.observe.events import Event
 from hwfsdp.observe.perfetto import ROUNDING

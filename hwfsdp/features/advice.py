@@ -6,8 +6,6 @@
 - An embedding with `max_norm` shortens rows in the forward, and only the rank that holds a row keeps it short.
 - Programs look for their own class of parameters, but shards are DTensors.
 - Gradients that were accumulated without synchronization and never reduced are missing in the optimizer step.
-- Ranks whose models differ add up gradients of different parameters, or hang. Comparing the models costs a collective. So the
-  ranks compare them only if collectives are checked anyway, with `TORCH_DISTRIBUTED_DEBUG=DETAIL`.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -25,13 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hwfsdp import compat
-from hwfsdp.comm.transport import IssuedCall
-from hwfsdp.comm import flight_recorder
 from hwfsdp.core.api import Unclaimed
-from hwfsdp.core.mesh import Axis
 from hwfsdp.core.state import state_of
 from hwfsdp.errors import StateError
-from hwfsdp.features.feature_state import FeatureState
 from hwfsdp.features.lookup import (
     CLAIMED,
     IGNORED,
@@ -230,36 +223,7 @@ def _warn_of_unsynchronized(optimizer: Optimizer) -> None:
         )
 
 
-def compare_models(root: FeatureState) -> None:
-    """Compare the groups below a new root with the groups of the other ranks, and note the outermost module around it."""
-    _models.add(outermost_caller(root.modules[0]))
+def note_outermost(root: nn.Module) -> None:
+    """Look for parameters of no group in the outermost module around a new root, too."""
+    _models.add(outermost_caller(root))
     note_new_model()
-    groups = [group for state in root.states for group in state.groups]
-    if groups:
-        mesh, owner = groups[0].mesh, groups[0].name
-        lines = [f"{p.name} {tuple(p.layout.shape)} in group {g.name!r}" for g in groups for p in g.params]
-        compare_structure(mesh.shard if mesh.shard.group else mesh.replicate, owner, lines)
-
-
-def compare_structure(axis: Axis, owner: str, lines: Sequence[str]) -> None:
-    """Warn if another rank of `axis` has other `lines`, which describe its model. Do nothing without DETAIL debugging.
-
-    Args:
-        owner: the parameter group that the error names if the comparison fails or hangs.
-    """
-    if axis.group is None or not compat.collectives_are_checked():
-        return
-    everyone: list[Any] = [None] * axis.size
-    note = flight_recorder.begin("compare_models", owner, axis.group, None, 0)
-    with flight_recorder.unlogged(), IssuedCall("all_gather", owner, note):
-        dist.all_gather_object(everyone, list(lines), group=axis.group)
-    note.mark(flight_recorder.State.DONE)
-    other = next((rank for rank in range(axis.size) if everyone[rank] != everyone[0]), None)
-    if other is None:
-        return
-    pairs = zip([*everyone[0], "nothing"], [*everyone[other], "nothing"], strict=False)
-    first, second = next(pair for pair in pairs if pair[0] != pair[1])
-    warn(
-        f"rank {other} of the mesh has another model than rank 0: {second}, where rank 0 has {first}. "
-        "Build and wrap the model in the same way on every rank."
-    )

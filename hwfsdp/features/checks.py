@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hwfsdp import compat
 from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.private_torch import local_of
-from hwfsdp.core.state import state_of
+from hwfsdp.core.state import FSDPState, state_of
 from hwfsdp.errors import (
     RefusedError,
     RuntimeRefusedError,
@@ -25,7 +25,6 @@ from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
 from hwfsdp.features.private_autograd import is_traced
 from hwfsdp.features.extensions import has_gather_methods
 from hwfsdp.features.lookup import CLAIMED
-from hwfsdp.features.feature_state import FeatureState
 from hwfsdp.features.policies import check_in_host_memory
 
 # --- Before a call -------------------------------------------------------------------------------------------
@@ -186,13 +185,13 @@ def mark_claimed(found: Sequence[Unclaimed]) -> None:
 # --- Before a forward ----------------------------------------------------------------------------------------
 
 
-def refuse_tracing(root: FeatureState) -> None:
+def refuse_tracing(root: FSDPState) -> None:
     """Raise RuntimeRefusedError if the forward that begins is traced or exported."""
     if is_traced():
         raise not_compiled(f"trace or export of {root.name or 'the root module'}")
 
 
-def check_root(root: FeatureState) -> None:
+def check_root(root: FSDPState) -> None:
     """Check that the root is one module, and that it is the first to run a forward.
 
     Raises:
@@ -208,7 +207,7 @@ def check_root(root: FeatureState) -> None:
         )
     for name, module in root.modules[0].named_modules():
         state = state_of(module)
-        if state is not None and not isinstance(state, FeatureState):
+        if state is not None and not isinstance(state, type(root)):
             raise StateError(
                 f"fully_shard: module {name!r}",
                 expected="one fully_shard for the whole model",

@@ -15,16 +15,15 @@ first one; or a backward ran inside the forward. A graph that does not pass thro
 Frozen parameters have no node in the graph. A node may use them if the forward of their module made it: autograd numbers its
 nodes.
 
-Parameters stay whole after a forward whose caller still needs them (`end_forward`).
+Parameters stay whole after a forward whose caller still needs them (`is_read_later`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,12 +31,12 @@ from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 
 from hwfsdp.core.private_torch import base_of_view, in_backward, in_transforms
-from hwfsdp.core.group import ParamGroup
 from hwfsdp.core.precision import map_tensors, tensors_with_grad
-from hwfsdp.core.state import Args, Kwargs, Phase
 from hwfsdp.features import private_autograd
-from hwfsdp.features.feature_state import FeatureState
 from hwfsdp.features.lookup import Living, calls_in_progress, parameter_of
+
+if TYPE_CHECKING:
+    from hwfsdp.features.schedule import FSDPState
 
 # keys in the metadata of nodes: of one that made an output of the outermost module, whether the walk goes on; what it calls
 OUTPUT, ENTRY = "hwfsdp: the walk goes on", "hwfsdp: calls pre-backward"
@@ -51,81 +50,68 @@ VIEW = re.compile(
 )
 LAZY = (Iterator, AsyncIterator, Awaitable)
 
-_with_frozen: Living[EnteredState] = Living()
+_with_frozen: Living[FSDPState] = Living()
+
+# --- Moments of a forward --------------------------------------------------------------------------------------
 
 
-class EnteredState(FeatureState):
-    """A state whose backward may begin anywhere.
+def note_begin(state: FSDPState) -> None:
+    """Note where a forward begins among the nodes of the graph."""
+    state.first_node = private_autograd.next_node_number()
 
-    Attributes:
-        hid_outputs: True if the module has returned an object of an unknown class since the last backward.
-        forwards: the numbers of the nodes that its forwards made, if the group has frozen parameters: of those since the last
-            iteration that ended, and of a few before, whose graphs may have been retained.
+
+def is_read_later(state: FSDPState, output: Any) -> bool:
+    """True if the caller may still read the parameters after this forward, so they stay whole.
+
+    This is so in three cases: the output has a parameter; the output is a generator, which computes later; the root was called
+    inside one of its own methods.
     """
+    if not state.groups:
+        return False
+    keeps_for_backward = not torch.is_grad_enabled() and any(
+        [group.reshard_after_forward is None for group in state.groups]
+    )
+    return (
+        isinstance(output, LAZY)
+        or has_parameter(output)
+        or (keeps_for_backward and calls_in_progress(state.modules) > 1)
+    )
 
-    hid_outputs, _began, _backwards_before = False, 0, 0
-    forwards: deque[range]
 
-    def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        self._backwards_before = self.root.backwards
-        return super().begin_iteration(args, kwargs)
+def note_end(state: FSDPState, output: Any) -> None:
+    """Note whether the outputs of this forward hide tensors, and which nodes it made, if frozen parameters have none."""
+    if torch.is_grad_enabled():
+        state.hid_outputs |= may_hide_tensors(output)
+        if not all([p.sharded_param.requires_grad for group in state.groups for p in group.params]):
+            _with_frozen.add(state)
+            state.forwards.append(range(state.first_node, private_autograd.next_node_number()))
 
-    def note_forward_and_predict(self) -> list[ParamGroup]:
-        self._began = private_autograd.next_node_number()
-        return super().note_forward_and_predict()
 
-    def end_forward(self, output: Any) -> Any:
-        """End the forward. The parameters stay whole if the caller may still read them.
+def mark_outputs(root: FSDPState, output: Any) -> None:
+    """Mark the nodes that made the outputs of the outermost module: does the walk go on below them?"""
+    if torch.is_grad_enabled() and not in_backward():
+        goes_on = is_entered_below(root)
+        for tensor in tensors_with_grad(output):
+            for made in (tensor, base_of_view(tensor)):
+                if made is not None and made.grad_fn is not None:
+                    private_autograd.notes_of(made.grad_fn)[OUTPUT] = goes_on
 
-        This is so in three cases: the output has a parameter; the output is a generator, which computes later; the root was called
-        inside one of its own methods.
-        """
-        frees = [group.reshard_after_forward for group in self.groups]
-        stays = bool(self.groups) and (isinstance(output, LAZY) or has_parameter(output))
-        if None in frees and not torch.is_grad_enabled():
-            stays = stays or calls_in_progress(self.modules) > 1
-        for group in self.groups if stays else ():
-            group.reshard_after_forward = False
-        try:
-            output = super().end_forward(output)
-        finally:
-            for group, as_before in zip(self.groups if stays else (), frees, strict=False):
-                group.reshard_after_forward = as_before
-        if torch.is_grad_enabled():
-            self.hid_outputs |= may_hide_tensors(output)
-            if not all([p.sharded_param.requires_grad for group in self.groups for p in group.params]):
-                _with_frozen.add(self)
-                self.forwards.append(range(self._began, private_autograd.next_node_number()))
-        return output
 
-    def end_iteration_forward(self, output: Any) -> Any:
-        """Mark the nodes that made the outputs of the outermost module: does the walk go on below them?"""
-        output = super().end_iteration_forward(output)
-        if torch.is_grad_enabled() and not in_backward():
-            goes_on = self.is_entered_below()
-            for tensor in tensors_with_grad(output):
-                for made in (tensor, base_of_view(tensor)):
-                    if made is not None and made.grad_fn is not None:
-                        private_autograd.notes_of(made.grad_fn)[OUTPUT] = goes_on
-        return output
+def is_entered_below(root: FSDPState) -> bool:
+    """True if a backward may enter a module below the outputs of this forward, but not through outputs of its own."""
+    ran = root.comm_ctx.post_forward_order
+    had_backward = root.root.backwards > root.backwards_before
+    return had_backward or len(ran) > len({*ran}) or any([state.hid_outputs for state in root.states])
 
-    def is_entered_below(self) -> bool:
-        """True if a backward may enter a module below the outputs of this forward, but not through outputs of its own."""
-        ran = self.comm_ctx.post_forward_order
-        had_backward = self.root.backwards > self._backwards_before
-        return had_backward or len(ran) > len({*ran}) or any(state.hid_outputs for state in self.states)
 
-    def end_iteration(self) -> None:
-        super().end_iteration()
-        for state in self.states:
-            state.hid_outputs = False
-            while len(state.forwards) > _RETAINED:
-                state.forwards.popleft()
+def forget_forwards(state: FSDPState) -> None:
+    """After an iteration, forget most forwards. A few stay, because their graphs may be retained."""
+    state.hid_outputs = False
+    while len(state.forwards) > _RETAINED:
+        state.forwards.popleft()
 
-    def enter(self, *_: Any) -> None:
-        """Call pre-backward, unless the module is in its backward already."""
-        if self.phase in (Phase.IDLE, Phase.POST_BACKWARD):
-            self.pre_backward()
+
+# --- What a forward returned -----------------------------------------------------------------------------------
 
 
 def may_hide_tensors(output: Any) -> bool:
@@ -166,7 +152,7 @@ def watch_entries(begin: Iterable[Node]) -> None:
     if in_backward() or in_transforms():
         return
     frozen = forwards_with_frozen()
-    views: dict[Node, EnteredState] = {}  # nodes that made a view of a parameter → the parameter's state
+    views: dict[Node, FSDPState] = {}  # nodes that made a view of a parameter → the parameter's state
     for node in walk(begin):
         children = [child for child, _ in node.next_functions if child is not None]
         used = [state for child in children if (state := views.get(child) or owner(child)) is not None]
@@ -176,7 +162,7 @@ def watch_entries(begin: Iterable[Node]) -> None:
         used += [state for made, state in frozen if number in made]
         if used and private_autograd.notes_of(node).setdefault(ENTRY, used) is used:
             for state in dict.fromkeys(used):  # on every rank in the same order
-                node.register_prehook(state.enter)
+                node.register_prehook(state.enter_backward)
 
 
 def walk(begin: Iterable[Node]) -> Iterator[Node]:
@@ -194,13 +180,13 @@ def walk(begin: Iterable[Node]) -> Iterator[Node]:
                 stack += [(child, False) for child, _ in node.next_functions if child is not None]
 
 
-def owner(node: Node) -> EnteredState | None:
+def owner(node: Node) -> FSDPState | None:
     """Return the state whose parameter gets its gradient from this node; None if there is none."""
     param = parameter_of(node.variable) if isinstance(node, private_autograd.AccumulateGrad) else None
     return param.group.state if param is not None else None
 
 
-def forwards_with_frozen() -> list[tuple[range, EnteredState]]:
+def forwards_with_frozen() -> list[tuple[range, FSDPState]]:
     """Return the numbers of the nodes that forwards with frozen parameters made, with their states, in the order of these forwards."""
     found = [(forward, state) for state in _with_frozen.listed() for forward in state.forwards]
     return sorted(found, key=lambda each: each[0].start)

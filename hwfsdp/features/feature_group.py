@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -19,10 +21,10 @@ from hwfsdp.features.user_changes import FSDPParam, check_in_place, keep_changes
 from hwfsdp.interop.torch_view import NamedGroup
 
 if TYPE_CHECKING:
+    from hwfsdp.core.context import RootContext
     from hwfsdp.core.mesh import ShardMesh
     from hwfsdp.features.finalization import GradientReductionHandle
     from hwfsdp.features.hybrid_sharding import HybridMesh
-    from hwfsdp.features.recovery import Callbacks
     from hwfsdp.features.reductions import SettableReducer
     from hwfsdp.features.schedule import FSDPState
 
@@ -36,16 +38,22 @@ class FSDPCommContext(context.FSDPCommContext):
     Attributes:
         streams: see `core.device_streams.StreamSet`. all_gather_stream, reduce_scatter_stream: two of them, under torch's names.
         post_forward_order: groups in the order in which their forwards ended, once per forward.
-        callbacks: the functions that the backward in progress calls at its end (`recovery`).
+        callbacks: the functions that the backward in progress calls at its end, by root and state; the state is None for the
+            root's own. References are weak: autograd holds the only strong ones (`recovery`).
         reduction: the reduction that the caller has not waited for; None if there is none (`finalization`).
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
-        self.callbacks: Callbacks = {}
+        self.callbacks: dict[tuple[RootContext, FSDPState | None], ref[Callable[[], None]]] = {}
         self.reduction: GradientReductionHandle | None = None
         self._held: dict[Stream, list[Tensor]] = {}
         self._left: list[tuple[StreamEvent, list[Tensor]]] = []
+
+    @property
+    def backward_broke(self) -> bool:
+        """True if a backward ended without calling the functions that it should call at its end."""
+        return any([callback() is None for callback in self.callbacks.values()])
 
     def hold(self, tensor: Tensor, stream: Stream) -> None:
         """Keep a tensor that the reduce-scatter stream made, until the work on `stream` has used it.
@@ -120,6 +128,10 @@ class ParamGroup(NamedGroup):
             self.drop_gather()
             raise
         watch(self.params)
+
+    def post_forward(self) -> None:
+        if not self.state.is_read_later:
+            super().post_forward()
 
     def reshard(self) -> None:
         keep_changes([param for param in self.params if param.state is ShardedState.UNSHARDED])

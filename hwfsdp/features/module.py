@@ -38,14 +38,12 @@ from hwfsdp.errors import (
     UsageError,
     WrongTypeError,
 )
+from hwfsdp.features import finalization, recovery
 from hwfsdp.features.checks import not_compiled
 from hwfsdp.features.finalization import GradientReductionHandle
 from hwfsdp.features.feature_group import ParamGroup
-from hwfsdp.features.feature_state import checked_state
+from hwfsdp.features.schedule import FSDPState, checked_state
 from hwfsdp.features.user_changes import inherit
-
-if TYPE_CHECKING:
-    from hwfsdp.features.schedule import FSDPState
 
 # The class of a sharded module has the module's own class as another base. Type checkers learn of this base, so that they accept a
 # call of a sharded module and every method and child of modules.
@@ -243,7 +241,7 @@ class FSDPModule(api.FSDPModule, Module):
         Raises:
             StateError: the module is below the root, or a backward has begun that was not finalized yet.
         """
-        self._state().set_manual(enabled)
+        finalization.set_manual(self._state(), enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """End the backwards since the last call: reduce gradients and free parameters, as the settings say now. Call it on the root.
@@ -258,7 +256,7 @@ class FSDPModule(api.FSDPModule, Module):
             StateError: the module is below the root; a backward is running, or an exception ended it; manual finalization is off;
                 a reduction was not waited for; gradients are reduced within a replica only.
         """
-        return self._state().finalize(async_op)
+        return finalization.finalize(self._state(), async_op)
 
     def reset_iter_state(self) -> None:
         """Drop everything that an exception in a forward or backward left, including unreduced gradients. Call it on the root.
@@ -269,7 +267,7 @@ class FSDPModule(api.FSDPModule, Module):
         Raises:
             StateError: the module is below the root, or another model that shares the context waits for its reduction.
         """
-        self._state().reset_iteration()
+        recovery.reset_iteration(self._state())
 
     # --- collectives ---
 

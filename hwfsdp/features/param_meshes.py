@@ -13,9 +13,10 @@ and the gathers that a backward starts ahead, go from the last group to the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -27,9 +28,11 @@ from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.private_torch import address_of, local_of
 from hwfsdp.core.observer import moment
 from hwfsdp.errors import UsageError
-from hwfsdp.features.user_changes import FSDPParam
 from hwfsdp.features.hybrid_sharding import HybridMesh, hybrid_mesh
-from hwfsdp.features.feature_state import FeatureState
+from hwfsdp.features.user_changes import FSDPParam
+
+if TYPE_CHECKING:
+    from hwfsdp.features.schedule import FSDPState
 
 
 @dataclass(frozen=True)
@@ -182,31 +185,23 @@ def suffixes_of(meshes: Sequence[HybridMesh], mesh: HybridMesh) -> list[str]:
     return ["" if i == plain else f" [{name}]" for i, name in enumerate(names)]
 
 
-class MeshesState(FeatureState):
-    """A state whose module may have several groups."""
+def groups_before(state: FSDPState) -> list[core.ParamGroup]:
+    """Return all groups of the module whose forward ended before this module's, the last group first. [] if there is none."""
+    places = state.groups[0].post_forward_indices
+    order: Any = state.comm_ctx.post_forward_order[: places[-1] if places else 0]
+    other: Any = next((group.state for group in reversed(order) if group.state is not state), None)
+    return other.groups[::-1] if other else []
 
-    def note_backward_and_predict(self) -> list[core.ParamGroup]:
-        """Return the last group of the module before. If this module has several groups, return all groups of the other, the last first."""
-        if len(self.groups) < 2:
-            return super().note_backward_and_predict()
-        places = self.groups[0].post_forward_indices
-        place = places[-1] if places else 0  # read here, because the core takes it away
-        super().note_backward_and_predict()
-        order: Any = self.comm_ctx.post_forward_order
-        other: Any = next((group.state for group in reversed(order[:place]) if group.state is not self), None)
-        return other.groups[::-1] if other else []
 
-    def post_backward(self) -> None:
-        """End the module's backward. If it has several groups, their reductions wait for those of other modules, but not for each other."""
-        if len(self.groups) < 2:
-            super().post_backward()
-            return
-        comm_ctx, most = self.comm_ctx, self.comm_ctx.max_reductions
-        if any(group.has_late_gradients for group in self.groups):
-            with moment("post_backward_rs_wait", self.groups[0]):
-                comm_ctx.wait_for_reductions(leave=most - 1)
-        comm_ctx.max_reductions = most - 1 + len(self.groups)
-        try:
-            super().post_backward()
-        finally:
-            comm_ctx.max_reductions = most
+@contextmanager
+def reduced_together(state: FSDPState) -> Iterator[None]:
+    """In this block, the reductions of a module's groups wait for those of other modules, but not for each other."""
+    comm_ctx, most = state.comm_ctx, state.comm_ctx.max_reductions
+    if any(group.has_late_gradients for group in state.groups):
+        with moment("post_backward_rs_wait", state.groups[0]):
+            comm_ctx.wait_for_reductions(leave=most - 1)
+    comm_ctx.max_reductions = most - 1 + len(state.groups)
+    try:
+        yield
+    finally:
+        comm_ctx.max_reductions = most

@@ -198,7 +198,7 @@ class PostForwardGroup(ParamGroup):
         return over_fewer
 
     def post_forward(self) -> None:
-        if self.smaller is None or not self.reshard_after_forward:
+        if self.smaller is None or not self.reshard_after_forward or self.state.is_read_later:
             super().post_forward()
             return
         whole = [param for param in self.params if param.state is ShardedState.UNSHARDED]

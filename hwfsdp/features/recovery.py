@@ -22,20 +22,19 @@ from weakref import ref
 
 from torch import nn
 
-from hwfsdp.core.private_torch import call_after_backward, in_backward, no_autograd
 from hwfsdp.core.context import ForwardOrder, RootContext
 from hwfsdp.core.observer import moment
-from hwfsdp.core.state import FSDPState, Phase
+from hwfsdp.core.private_torch import call_after_backward, in_backward, no_autograd
+from hwfsdp.core.state import Phase
 from hwfsdp.errors import StateError
-from hwfsdp.features.feature_state import FeatureState
 from hwfsdp.features.lookup import calls_in_progress
 
 if TYPE_CHECKING:
-    from hwfsdp.features.schedule import FSDPState as WholeState
     from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
+    from hwfsdp.features.schedule import FSDPState
 
-# By root and state; the state is None for the callback of the root itself.
-Callbacks = dict[tuple[RootContext, FSDPState | None], "ref[Callable[[], None]]"]
+
+# --- Is something stale or unfinished? -------------------------------------------------------------------------
 
 
 def mark_step(groups: Sequence[ParamGroup]) -> None:
@@ -44,171 +43,166 @@ def mark_step(groups: Sequence[ParamGroup]) -> None:
         group.state.stepped = group.state.root_state.stepped = True
 
 
-def backward_broke(comm_ctx: FSDPCommContext) -> bool:
-    """True if a backward ended without calling the functions that it should call at its end."""
-    return any(callback() is None for callback in comm_ctx.callbacks.values())
+def is_stale(state: FSDPState) -> bool:
+    """True if `stepped` was set since the last iteration began. False in a backward: an optimizer may step there for some parameters."""
+    return state.root_state.stepped and not in_backward()
 
 
-class RecoveringState(FeatureState):
-    """A state that notices an exception of an earlier iteration.
+def is_inside_forward(state: FSDPState) -> bool:
+    """True if the outermost forward on record is still running. A KeyboardInterrupt ends a forward and calls no hook.
 
-    Attributes:
-        stepped: True if an optimizer has stepped, or an iteration was broken off, since the parameters that are whole now were
-            gathered. From the first forward on, only the root's value counts.
-        handled: the id of the exception that was being handled when the forward began; a later exception has another id.
-        accumulated: True if the last backward that ended left gradients that are not reduced over all ranks.
+    This is slow, because it looks at the stack. So it is called only in unusual cases: a module calls itself, a method calls
+    the forward, or an optimizer steps in a forward.
     """
+    outermost = state.root.forward_root
+    return outermost is not None and calls_in_progress(outermost.modules) > (outermost is state)
 
-    always_call = True
-    stepped, handled, accumulated = False, 0, False
 
-    # --- is something unfinished? ---
+def is_left_over(state: FSDPState) -> bool:
+    """True if an exception ended the forward or backward that left this state in its phase, which is not IDLE."""
+    if in_backward():
+        return state.comm_ctx.backward_broke
+    entered_again = state.phase is Phase.FORWARD and (state.root_state is state or is_stale(state))
+    return bool(state.comm_ctx.callbacks) or (entered_again and not is_inside_forward(state))
 
-    def break_off_left_over(self) -> None:
-        """Break off an earlier forward or backward that an exception ended, before a forward of this module."""
-        if self.phase is not Phase.IDLE and self.is_left_over():
-            self.break_off()
 
-    def is_left_over(self) -> bool:
-        """True if an exception ended the forward or backward that left this state in its phase, which is not IDLE."""
-        if in_backward():
-            return backward_broke(self.comm_ctx)
-        entered_again = self.phase is Phase.FORWARD and (self.root_state is self or self.is_stale())
-        return bool(self.comm_ctx.callbacks) or (entered_again and not self.is_inside_forward())
+# --- Before and after a forward --------------------------------------------------------------------------------
 
-    def is_inside_forward(self) -> bool:
-        """True if the outermost forward on record is still running. A KeyboardInterrupt ends a forward and calls no hook.
 
-        This is slow, because it looks at the stack. So it is called only in unusual cases: a module calls itself, a method calls
-        the forward, or an optimizer steps in a forward.
-        """
-        outermost = self.root.forward_root
-        return outermost is not None and calls_in_progress(outermost.modules) > (outermost is self)
+def break_off_left_over(state: FSDPState) -> None:
+    """Break off an earlier forward or backward that an exception ended, before a forward of this module."""
+    if state.phase is not Phase.IDLE and is_left_over(state):
+        state.break_off()
 
-    def is_stale(self) -> bool:
-        """True if `stepped` was set since the last iteration began. False in a backward: an optimizer may step there for some parameters."""
-        return self.root_state.stepped and not in_backward()
 
-    def is_outermost(self) -> bool:
-        return super().is_outermost() or (self.is_stale() and not self.is_inside_forward())
-
-    def clear_up(self) -> None:
-        """Before an iteration: have the shards that the optimizer left, and nothing left of an earlier iteration."""
-        if not self.root.states:
-            with no_autograd():
-                self.become_root()
-            self.stepped = any(state.stepped for state in self.states)
-        if (self.comm_ctx.callbacks or self.root.forward_root) and not in_backward():
-            self.break_off()
-        self.free_stale()
-        self.handled = id(sys.exc_info()[1])
-        for state in self.states:
-            if state.phase is Phase.FORWARD:  # a module called by itself has left its group whole
-                state.phase = Phase.IDLE
-                for group in state.groups:
-                    group.reshard()
-
-    def break_off_raised(self) -> bool:
-        """Break off the iteration if an exception leaves the outermost forward, and return True."""
-        outermost = self.root.forward_root is self
-        if not outermost or id(sys.exc_info()[1]) == self.handled or in_backward():
-            return False
-        with moment("post_forward", self):
-            self.break_off()
-        return True
-
-    def free_stale(self) -> None:
-        """Free what was gathered before the last optimizer step."""
-        if self.is_stale():
-            self.root_state.stepped = False
-            for group in self.root.groups or self.groups:
-                group.drop_gather()
-                group.reshard()
-
-    # --- the end of a backward ---
-
-    def queue_final_callback(self) -> None:
-        self.queue_callback((self.root, None), self.finish_backward)
-
-    def queue_callback(self, key: tuple[RootContext, FSDPState | None], callback: Callable[[], None]) -> None:
-        """Let autograd call `callback` once, when this backward is over. Break off an earlier backward that did not end."""
-        callbacks = self.comm_ctx.callbacks
-        queued = callbacks.get(key)
-        if queued is not None and queued() is not None:
-            return
-        if backward_broke(self.comm_ctx):
-            self.break_off()
-        call_after_backward(callback)
-        callbacks[key] = ref(callback)
-
-    def note_end_of_backward(self) -> None:
-        """Note that autograd made its last call: the backward was not broken off."""
-        for state in self.states:
-            state.accumulated = any(map(has_accumulated, state.groups))
-        self.comm_ctx.callbacks.pop((self.root, None), None)
-
-    # --- putting back ---
-
-    def reset_iteration(self) -> None:
-        """After an exception in a forward or backward, put every state below the root back to its state before the iteration.
-
-        Raises:
-            StateError: this is not the root.
-        """
-        if self.root_state is not self:
-            raise StateError(
-                f"reset_iter_state of {self.name}",
-                expected="the root module",
-                got="a module below it",
-                remedy="Call it on the module that is called first in a forward.",
-            )
-        self.break_off()
-        self.comm_ctx.finish_reductions()
-        self.comm_ctx.forget_forwards()
-        for state in self.states:
-            state.forward_order = ForwardOrder()
+def clear_up(root: FSDPState) -> None:
+    """Before an iteration: have the shards that the optimizer left, and nothing left of an earlier iteration."""
+    if not root.root.states:
+        with no_autograd():
+            root.become_root()
+        root.stepped = any(state.stepped for state in root.states)
+    if (root.comm_ctx.callbacks or root.root.forward_root) and not in_backward():
+        root.break_off()
+    free_stale(root)
+    root.handled = id(sys.exc_info()[1])
+    for state in root.states:
+        if state.phase is Phase.FORWARD:  # a module called by itself has left its group whole
+            state.phase = Phase.IDLE
             for group in state.groups:
-                group.drop_gather()
                 group.reshard()
-                drop_grads(group)
-        self.root.guessed.clear()
-
-    def break_off(self) -> None:
-        """End everything unfinished. Afterwards every state is idle, modules have their shards, no broken backward has reductions in flight.
-
-        Gathers in flight stay. The next iteration drops them (`free_stale`).
-        """
-        # Models that share this communication context are broken off, too. Otherwise their reductions would end here, and add
-        # gradients after their zero_grad.
-        callbacks = self.comm_ctx.callbacks
-        broken = dict.fromkeys(root for root, _ in callbacks)
-        for root in broken:
-            root.backwards += 1
-        if broken:
-            finish_broken_backward([state for root in broken for state in states_of(root)], self.comm_ctx)
-        callbacks.clear()
-        self.comm_ctx.forget_forwards(keep=0 if broken else self.root.forwards_before)
-        for root in {**broken, self.root: None}:
-            self.end_unfinished(root)
-
-    def end_unfinished(self, root: RootContext) -> None:
-        """Do the work of `break_off` for the states of one root, of this model or of another one."""
-        states = states_of(root) or self.states
-        for state in reversed(states):  # the innermost first
-            with moment("broken_off", state):
-                state.phase = Phase.IDLE
-                state.to_run.clear()
-                for running in reversed(state.running):  # a KeyboardInterrupt leaves it
-                    running.give_back()
-                for group in state.groups:
-                    group.reshard()
-        root.forward_root = None
-        states[0].stepped = True
 
 
-def states_of(root: RootContext) -> list[WholeState]:
+def free_stale(state: FSDPState) -> None:
+    """Free what was gathered before the last optimizer step."""
+    if is_stale(state):
+        state.root_state.stepped = False
+        for group in state.root.groups or state.groups:
+            group.drop_gather()
+            group.reshard()
+
+
+def break_off_raised(state: FSDPState) -> bool:
+    """Break off the iteration if an exception leaves the outermost forward, and return True."""
+    outermost = state.root.forward_root is state
+    if not outermost or id(sys.exc_info()[1]) == state.handled or in_backward():
+        return False
+    with moment("post_forward", state):
+        state.break_off()
+    return True
+
+
+# --- The end of a backward -------------------------------------------------------------------------------------
+
+
+def call_at_end(
+    state: FSDPState, key: tuple[RootContext, FSDPState | None], callback: Callable[[], None]
+) -> None:
+    """Let autograd call `callback` once, when this backward is over. Break off an earlier backward that did not end.
+
+    Args:
+        key: as in `FSDPCommContext.callbacks`.
+    """
+    callbacks = state.comm_ctx.callbacks
+    queued = callbacks.get(key)
+    if queued is not None and queued() is not None:
+        return
+    if state.comm_ctx.backward_broke:
+        state.break_off()
+    call_after_backward(callback)
+    callbacks[key] = ref(callback)
+
+
+def note_end_of_backward(root: FSDPState) -> None:
+    """Note that autograd made its last call: the backward was not broken off."""
+    for state in root.states:
+        state.accumulated = any(map(has_accumulated, state.groups))
+    root.comm_ctx.callbacks.pop((root.root, None), None)
+
+
+# --- Putting back ----------------------------------------------------------------------------------------------
+
+
+def reset_iteration(root: FSDPState) -> None:
+    """After an exception in a forward or backward, put every state below the root back to its state before the iteration.
+
+    Raises:
+        StateError: this is not the root.
+    """
+    if root.root_state is not root:
+        raise StateError(
+            f"reset_iter_state of {root.name}",
+            expected="the root module",
+            got="a module below it",
+            remedy="Call it on the module that is called first in a forward.",
+        )
+    root.break_off()
+    root.comm_ctx.finish_reductions()
+    root.comm_ctx.forget_forwards()
+    for state in root.states:
+        state.forward_order = ForwardOrder()
+        for group in state.groups:
+            group.drop_gather()
+            group.reshard()
+            drop_grads(group)
+    root.root.guessed.clear()
+
+
+def end_everything(state: FSDPState) -> None:
+    """End everything unfinished. Afterwards every state is idle, modules have their shards, no broken backward has reductions in flight.
+
+    Gathers in flight stay. The next iteration drops them (`free_stale`).
+    """
+    # Models that share this communication context are broken off, too. Otherwise their reductions would end here, and add
+    # gradients after their zero_grad.
+    comm_ctx = state.comm_ctx
+    broken = dict.fromkeys(root for root, _ in comm_ctx.callbacks)
+    for root in broken:
+        root.backwards += 1
+    if broken:
+        finish_broken_backward([each for root in broken for each in states_of(root)], comm_ctx)
+    comm_ctx.callbacks.clear()
+    comm_ctx.forget_forwards(keep=0 if broken else state.root.forwards_before)
+    for root in {**broken, state.root: None}:
+        end_forwards(root, states_of(root) or state.states)
+
+
+def end_forwards(root: RootContext, states: Sequence[FSDPState]) -> None:
+    """End the forwards of the states of one root, the innermost first. They have no root before the first forward."""
+    for state in reversed(states):
+        with moment("broken_off", state):
+            state.phase = Phase.IDLE
+            state.to_run.clear()
+            for running in reversed(state.running):  # a KeyboardInterrupt leaves it
+                running.give_back()
+            for group in state.groups:
+                group.reshard()
+    root.forward_root = None
+    states[0].stepped, states[0].is_open = True, False
+
+
+def states_of(root: RootContext) -> list[FSDPState]:
     """Return the states below a root."""
-    return cast("list[WholeState]", root.states)
+    return cast("list[FSDPState]", root.states)
 
 
 def has_accumulated(group: ParamGroup) -> bool:
@@ -228,7 +222,7 @@ def drop_grads(group: ParamGroup) -> None:
     group.reducer.partial_grads.clear()
 
 
-def finish_broken_backward(states: Sequence[WholeState], comm_ctx: FSDPCommContext) -> None:
+def finish_broken_backward(states: Sequence[FSDPState], comm_ctx: FSDPCommContext) -> None:
     """End the reductions that a broken backward started, and drop its gradients that are not on the shards yet.
 
     The user may have cleared or used the shards' gradients since then, so nothing may be added to them now. If earlier

@@ -1,7 +1,10 @@
-"""The schedule with all features.
+"""The schedule with all features, in one class.
 
-A feature that changes when something happens is a class. `FSDPState` derives from these classes, in an order that is written
-down here once. Moments at which several features have something to do are methods of `FSDPState`: they read from top to bottom.
+`FSDPState` derives from the core's schedule. Each of its methods is a moment of a step, or something that a program asks for. A
+method reads from top to bottom: it calls the method of the core, and each feature that has a part in this moment by its name.
+The features are modules of functions. What a feature notes about a state is an attribute that is declared here.
+
+Before reading this file, read `core.state`.
 """
 
 from __future__ import annotations
@@ -14,66 +17,64 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hwfsdp.core import group as core, observer
-from hwfsdp.core.precision import MixedPrecisionPolicy
-from hwfsdp.core.private_torch import in_backward
-from hwfsdp.core.state import Args, Kwargs, Phase
+from hwfsdp.core import group as core, observer, state
 from hwfsdp.core.device_streams import StreamEvent
+from hwfsdp.core.observer import moment
+from hwfsdp.core.precision import MixedPrecisionPolicy
+from hwfsdp.core.private_torch import NOTHING, in_backward
+from hwfsdp.core.state import Args, Kwargs, Phase
 from hwfsdp.errors import StateError, UsageError
-from hwfsdp.features.advice import compare_models
+from hwfsdp.features import entries, finalization, module_lists, param_meshes, recovery
+from hwfsdp.features.advice import note_outermost
 from hwfsdp.features.checks import check_ready, check_root, refuse_tracing
 from hwfsdp.features.containers import RunningForward, put
-from hwfsdp.features.entries import PENDING, EnteredState
-from hwfsdp.features.finalization import FinalizedState
-from hwfsdp.features.lookup import all_groups
-from hwfsdp.features.whole import explain_in_forward
 from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
-from hwfsdp.features.module_lists import SeveralModules
-from hwfsdp.features.param_meshes import MeshesState
-from hwfsdp.features.recovery import backward_broke
+from hwfsdp.features.lookup import all_groups
 from hwfsdp.features.user_changes import warn_of_old_values
+from hwfsdp.features.whole import explain_in_forward
 from hwfsdp.interop.pipelines import check_stage
 from hwfsdp.interop.profiler import follow_profiler
-from hwfsdp.interop.torch_view import ViewedState
+from hwfsdp.interop.torch_view import NamedState
 
 
-class FSDPState(
-    FinalizedState,  # the caller may end backwards; otherwise they end as in the core
-    SeveralModules,  # a forward ends when the last module of a list has run
-    MeshesState,  # a module with several groups, one for each mesh, gathers ahead all groups of the next one
-    EnteredState,  # around the core: notes what a forward made
-    ViewedState,  # torch's names, after the hooks that they name
-):
+class FSDPState(NamedState):
     """The schedule of the modules of one `fully_shard` call.
 
     Attributes:
         forward_prefetch, backward_prefetch: states whose groups are gathered next. If empty, the expected group is gathered.
         post_optim_event: the event that the next iteration's gathers wait for, instead of all work on compute. Only the root's
             value counts.
-        running: the forwards of the module that have not ended; usually one.
         max_reductions: the number of reductions that may be in flight. Of the states whose groups share streams, the largest number
             counts.
-
-    If several bases have a method, the first one's runs first, and calls the next one's:
-
-        finish_backward               finalization → core
-        queue_final_callback          finalization → recovery, in place of the core
-        break_off, end_unfinished     finalization → recovery
-        begin_iteration, end_iteration    entries → core
-        is_outermost                  recovery → core
-        follow                        the base of all → core
-        post_forward                  module_lists → core
-        post_backward                 module_lists → param_meshes → core
-        end_forward                   module_lists → entries → core
-        end_iteration_forward         module_lists → entries → core
-        note_forward_and_predict      entries → core
-        note_backward_and_predict     param_meshes → core
+        running: the forwards of the module that have not ended; usually one (`containers`).
+        to_run: of a list of modules, those that must still run before the forward in progress ends (`module_lists`).
+        manual: True if the caller ends backwards (`finalization`). Only the root's value counts.
+        is_open: True from the first backward of an iteration until its end. Meanwhile, `manual` cannot change. Only the root's counts.
+        stepped: True if an optimizer has stepped, or an iteration was broken off, since the parameters that are whole now were
+            gathered (`recovery`). From the first forward on, only the root's value counts.
+        handled: the id of the exception that was being handled when the forward began; a later exception has another id.
+        accumulated: True if the last backward that ended left gradients that are not reduced over all ranks.
+        is_read_later: True while a forward ends whose caller may still read the parameters (`entries`).
+        hid_outputs: True if the module has returned an object of an unknown class since the last backward.
+        forwards: if the group has frozen parameters, the numbers of the nodes that its forwards made: since the last iteration that
+            ended, and of a few before, whose graphs may have been retained.
+        first_node, backwards_before: where the forward in progress began: the number of its first node, and of backwards before it.
+        stage_checked: for each group below, `reshard_after_forward` when the pipeline stage was checked (`interop.pipelines`). None
+            before the check.
     """
+
+    always_call = True
+
+    comm_ctx: FSDPCommContext
+    groups: list[ParamGroup]  # type: ignore[assignment]  # of the module, one for each mesh
 
     forward_prefetch: Sequence[FSDPState] = ()
     backward_prefetch: Sequence[FSDPState] = ()
     post_optim_event: torch.Event | None = None
     max_reductions = 1
+    manual = is_open = stepped = accumulated = is_read_later = hid_outputs = False
+    handled = first_node = backwards_before = 0
+    stage_checked: list[bool | None] | None = None
 
     def __init__(
         self,
@@ -87,22 +88,33 @@ class FSDPState(
     ) -> None:
         self.running: list[RunningForward] = []
         self.to_run: set[nn.Module] = set()
-        self.forwards: deque[range] = deque(maxlen=PENDING)
+        self.forwards: deque[range] = deque(maxlen=entries.PENDING)
         super().__init__(modules, groups, comm_ctx, policy, device, auto_reshard, name)
         for group in groups:
             group.join(self)
 
-    # --- forward ---
+    @property
+    def states(self) -> list[FSDPState]:
+        """The states below the root, the root's first. As long as there is no root: only this state."""
+        return self.root.states or [self]  # type: ignore[return-value]
+
+    @property
+    def root_state(self) -> FSDPState:
+        """The state of the root. As long as there is no root: this state."""
+        return self.root.states[0] if self.root.states else self  # type: ignore[return-value]
+
+    # --- before a forward ---
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Prepare the forward. If a line raises, torch calls `post_forward`, too."""
         follow_profiler()
         running = RunningForward()
         self.running.append(running)  # before all lines that raise: `post_forward` takes it away
-        self.refuse_pending_reduction()
-        self.break_off_left_over()  # before all lines that look at the phase
+        finalization.refuse_pending_reduction(self)
+        recovery.break_off_left_over(self)  # before all lines that look at the phase
         running.is_inner = self.phase is Phase.FORWARD and len(self.modules) == 1
-        self.expect_all_modules()
+        if len(self.modules) > 1 and self.starts_forward():
+            self.to_run = set(self.modules)
         args, kwargs = super().pre_forward(module, args, kwargs)
         if running.visited is None and self.groups and torch.is_grad_enabled():
             # nothing was replaced, but the module may write into the containers
@@ -110,80 +122,21 @@ class FSDPState(
         running.is_entered = True
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
-        """End the forward. torch calls this hook after an exception, too."""
-        explain_in_forward(sys.exc_info()[1])
-        try:
-            if self.break_off_raised() or not (self.running and self.running[-1].is_entered):
-                return output
-            if self.running[-1].is_inner:  # the outer forward goes on
-                return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
-            return super().post_forward(module, args, output)
-        finally:
-            if self.running:
-                self.running.pop().give_back()
-
-    def map_inputs(self, fn: Callable[[Tensor], Tensor], inputs: Any) -> Any:
-        return self.running[-1].map_inputs(fn, inputs)
-
-    def watch(self, output: Any, before_backward: Callable[[], None]) -> Any:
-        """Watch what the module wrote into containers of its arguments, too."""
-        if not (self.groups and self.running and self.running[-1].containers):
-            return super().watch(output, before_backward)
-        written = self.running[-1].written()
-        output, values = super().watch((output, [value for *_, value in written]), before_backward)
-        for (container, key, old), new in zip(written, values, strict=True):
-            put(container, key, old, new)
-        return output
+    def is_outermost(self) -> bool:
+        """True if the forward that begins now is the outermost one. An exception may have left the one on record."""
+        return super().is_outermost() or (recovery.is_stale(self) and not recovery.is_inside_forward(self))
 
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Begin the outermost forward."""
         refuse_tracing(self)
-        self.clear_up()  # becomes the root, if this is the first forward
-        for state in self.states:  # after a KeyboardInterrupt, forwards are listed that did not end
-            state.running = state.running[-1:] if state is self else []
-            warn_of_old_values(state.groups)
+        recovery.clear_up(self)  # becomes the root, if this is the first forward
+        for each in self.states:  # after a KeyboardInterrupt, forwards are listed that did not end
+            each.running = each.running[-1:] if each is self else []
+            warn_of_old_values(each.groups)
+        self.backwards_before = self.root.backwards
         args, kwargs = super().begin_iteration(args, kwargs)
         check_stage(self)
         return args, kwargs
-
-    def become_root(self) -> None:
-        """Become the root, and check the whole model.
-
-        Raises:
-            StateError, UsageError: the model cannot run. Then it has no root yet: the user may correct it and try again.
-        """
-        check_root(self)
-        super().become_root()
-        for state in self.states:
-            for group in state.groups:
-                group.set_label("" if state is self else state.name)
-        compare_models(self)
-        self.share_max_reductions()
-        self.name_for_other_ranks()
-        try:
-            for state in self.states:
-                for group in state.groups:
-                    check_ready(group)
-            self.check_manual()
-        except (StateError, UsageError):
-            self.root.states = []
-            raise
-
-    def share_max_reductions(self) -> None:
-        """Set the number of reductions that may be in flight: the largest that the state of any group with these streams asks for."""
-        sharing = [group for group in all_groups() if group.comm_ctx is self.comm_ctx]
-        self.comm_ctx.max_reductions = max([group.state.max_reductions for group in sharing], default=1)
-
-    def name_for_other_ranks(self) -> None:
-        """Name the groups for the other ranks, too (`comm.group_identity`)."""
-        transports = [group.transport for state in self.states for group in state.groups]
-        first: dict[object, int] = {}  # by process group
-        for transport in transports:
-            ranks = transport.ranks.group
-            first[ranks] = min(first.get(ranks, transport.member.place), transport.member.place)
-        for transport in transports:
-            transport.member.rename(transport.name, first[transport.ranks.group])
 
     def wait_for_optimizer(self) -> None:
         """Let gathers wait for what the optimizer has issued, or for the event that the user has set."""
@@ -197,34 +150,74 @@ class FSDPState(
             observer.slot.recorded(on_compute)
         streams.copy.wait(on_compute)
 
-    # --- gathers ahead ---
+    def map_inputs(self, fn: Callable[[Tensor], Tensor], inputs: Any) -> Any:
+        """Replace tensors in the caller's own containers, into which the module may write."""
+        return self.running[-1].map_inputs(fn, inputs)
 
     def note_forward_and_predict(self) -> list[core.ParamGroup]:
         """Return the groups to gather meanwhile: what the user's list says, or else the expected ones. None in a recomputation."""
+        entries.note_begin(self)
         learned = super().note_forward_and_predict()  # also if a list decides: this notes the order
         if in_backward():
             return []
-        return [group for state in self.forward_prefetch for group in state.groups] or learned
-
-    def note_backward_and_predict(self) -> list[core.ParamGroup]:
-        expected = super().note_backward_and_predict()
-        if not self.backward_prefetch:
-            return expected
-        return [group for state in self.backward_prefetch for group in reversed(state.groups)]
+        return [group for each in self.forward_prefetch for group in each.groups] or learned
 
     def prefetch_forward(self, groups: Sequence[core.ParamGroup]) -> None:
         self.copy_out_first()
         super().prefetch_forward(groups)
-
-    def prefetch_backward(self, groups: Sequence[core.ParamGroup]) -> None:
-        self.copy_out_first()
-        super().prefetch_backward(groups)
 
     def copy_out_first(self) -> None:
         """Copy out before the next gather starts, if the user's collective may give one buffer to both."""
         for group in self.groups:
             if group.transport.reuses_buffers:
                 group.copy_out()
+
+    # --- after a forward ---
+
+    def post_forward(self, module: nn.Module, args: Args, output: Any) -> Any:
+        """End the forward. torch calls this hook after an exception, too."""
+        explain_in_forward(sys.exc_info()[1])
+        try:
+            if recovery.break_off_raised(self) or not (self.running and self.running[-1].is_entered):
+                return output
+            if self.running[-1].is_inner:  # the outer forward goes on
+                return self.cast("cast_forward_outputs", output, self.policy.output_dtype)
+            if len(self.modules) > 1 and self.phase is not Phase.PRE_BACKWARD:
+                return module_lists.end_of_one(self, module, output)
+            return super().post_forward(module, args, output)
+        finally:
+            if self.running:
+                self.running.pop().give_back()
+
+    def end_forward(self, output: Any) -> Any:
+        """End the forward. The groups ask `is_read_later` whether they free their parameters."""
+        self.is_read_later = entries.is_read_later(self, output)
+        try:
+            output = super().end_forward(output)
+        finally:
+            self.is_read_later = False
+        entries.note_end(self, output)
+        self.to_run.clear()
+        return output
+
+    def watch(self, output: Any, before_backward: Callable[[], None]) -> Any:
+        """Watch what the module wrote into containers of its arguments, too."""
+        if not (self.groups and self.running and self.running[-1].containers):
+            return super().watch(output, before_backward)
+        written = self.running[-1].written()
+        output, values = super().watch((output, [value for *_, value in written]), before_backward)
+        for (container, key, old), new in zip(written, values, strict=True):
+            put(container, key, old, new)
+        return output
+
+    def end_iteration_forward(self, output: Any) -> Any:
+        """End the outermost forward."""
+        for each in reversed(self.states):
+            if len(each.modules) > 1:
+                output = module_lists.end_with_root(each, output)
+        output = super().end_iteration_forward(output)
+        entries.mark_outputs(self, output)
+        return output
 
     # --- backward ---
 
@@ -239,25 +232,168 @@ class FSDPState(
     def begin_backward(self) -> None:
         super().pre_backward()
 
+    def enter_backward(self, *_: Any) -> None:
+        """A node that uses parameters calls this (`entries`). Call pre-backward, unless the module is in its backward already."""
+        if self.phase in (Phase.IDLE, Phase.POST_BACKWARD):
+            self.pre_backward()
+
+    def queue_final_callback(self) -> None:
+        self.root_state.is_open = True
+        recovery.call_at_end(self, (self.root, None), self.finish_backward)
+
+    def note_backward_and_predict(self) -> list[core.ParamGroup]:
+        """Return the groups to gather meanwhile: what the user's list says, or else the expected ones."""
+        several = len(self.groups) > 1
+        of_other = param_meshes.groups_before(self) if several else []  # before the core takes the place away
+        expected = super().note_backward_and_predict()
+        if self.backward_prefetch:
+            return [group for each in self.backward_prefetch for group in reversed(each.groups)]
+        return of_other if several else expected
+
+    def prefetch_backward(self, groups: Sequence[core.ParamGroup]) -> None:
+        self.copy_out_first()
+        super().prefetch_backward(groups)
+
+    def post_backward(self) -> None:
+        """End the module's backward. A module of a list that was called by itself waits now, because no later call does it."""
+        by_itself = len(self.modules) > 1 and self.phase is Phase.FORWARD
+        with param_meshes.reduced_together(self) if len(self.groups) > 1 else NOTHING:
+            super().post_backward()
+        if by_itself:
+            self.comm_ctx.finish_reductions()
+
+    def gather_part(self) -> None:
+        """Gather the parameters, if they are not there, before the backward of one module of a list that was called by itself."""
+        self.gather(self.groups)
+        self.copy_out()
+        recovery.call_at_end(self, (self.root, self), self.finish_part)
+
+    def finish_part(self) -> None:
+        """After the backward of a module that was called by itself, reduce gradients that came after post-backward.
+
+        Gradients of a module whose inputs need no gradient wait for the model's own backward.
+        """
+        self.comm_ctx.callbacks.pop((self.root, self), None)
+        late = any(group.has_late_gradients for group in self.groups)
+        if late and self.phase is Phase.POST_BACKWARD:
+            self.post_backward()
+            self.comm_ctx.finish_reductions()
+
+    def finish_backward(self) -> None:
+        """End the iteration, or leave it open if the caller ends it. Autograd calls this when a backward is over."""
+        root = self.root_state
+        if root.manual and root.is_open:
+            with moment("finish_backward", self):
+                finalization.leave_open(root)
+            return
+        super().finish_backward()
+        if self.root.is_last_backward:
+            root.is_open = False
+
     def finish_states(self) -> None:
         """End a backward. It may have run inside a forward, whose modules need their parameters until it ends."""
         outermost = cast("FSDPState | None", self.root.forward_root)
         super().finish_states()
         if outermost is not None and outermost.running:
             self.root.forward_root = outermost
-        self.note_end_of_backward()
+        recovery.note_end_of_backward(self)
 
     def states_to_finish(self) -> list[FSDPState]:
-        return [state for state in self.states if not state.running]
+        return [each for each in self.states if not each.running]
+
+    def end_iteration(self) -> None:
+        """Leave nothing in flight. The optimizer comes next."""
+        super().end_iteration()
+        for each in self.states:
+            entries.forget_forwards(each)
+
+    # --- the root ---
+
+    def become_root(self) -> None:
+        """Become the root, and check the whole model.
+
+        Raises:
+            StateError, UsageError: the model cannot run. Then it has no root yet: the user may correct it and try again.
+        """
+        check_root(self)
+        super().become_root()
+        for each in self.states:
+            for group in each.groups:
+                group.set_label("" if each is self else each.name)
+        note_outermost(self.modules[0])
+        self.share_max_reductions()
+        self.name_for_other_ranks()
+        try:
+            for each in self.states:
+                for group in each.groups:
+                    check_ready(group)
+            finalization.check_manual(self)
+        except (StateError, UsageError):
+            self.root.states = []
+            raise
+
+    def follow(self, root: state.FSDPState) -> None:
+        """Belong to the model of this root, and share its streams.
+
+        Raises:
+            StateError: `core.fully_shard` has sharded the root.
+        """
+        if not isinstance(root, FSDPState):
+            raise StateError(
+                f"forward of {root.name or 'the root module'}",
+                expected="one fully_shard for the whole model",
+                got="hwfsdp.core's for this module, hwfsdp's for a module in it",
+                remedy="Shard this module with hwfsdp.fully_shard, too.",
+            )
+        super().follow(root)
+
+    def share_max_reductions(self) -> None:
+        """Set the number of reductions that may be in flight: the largest that the state of any group with these streams asks for."""
+        sharing = [group for group in all_groups() if group.comm_ctx is self.comm_ctx]
+        self.comm_ctx.max_reductions = max([group.state.max_reductions for group in sharing], default=1)
+
+    def name_for_other_ranks(self) -> None:
+        """Name the groups for the other ranks, too (`comm.group_identity`)."""
+        transports = [group.transport for each in self.states for group in each.groups]
+        first: dict[object, int] = {}  # by process group
+        for transport in transports:
+            ranks = transport.ranks.group
+            first[ranks] = min(first.get(ranks, transport.member.place), transport.member.place)
+        for transport in transports:
+            transport.member.rename(transport.name, first[transport.ranks.group])
 
     # --- outside of the schedule ---
 
     def before_unshard(self) -> None:
         """Called before the user gathers by hand. Before the first forward, check what this forward would have checked."""
         follow_profiler()
-        if backward_broke(self.comm_ctx):
+        if self.comm_ctx.backward_broke:
             self.break_off()
-        self.free_stale()
+        recovery.free_stale(self)
         for group in () if self.root.states else self.groups:
             group.adopt_registered()
             check_ready(group)
+
+    def break_off(self) -> None:
+        """End everything that an exception left unfinished, and forget a reduction that nobody has waited for.
+
+        Raises:
+            StateError: another model that shares the context waits for this reduction.
+        """
+        finalization.refuse_reduction_of_other(self)
+        recovery.end_everything(self)
+        self.comm_ctx.reduction = None
+
+
+def checked_state(module: Any, caller: str) -> FSDPState:
+    """Return the state of a module, or raise UsageError if `hwfsdp.fully_shard` was not called on it."""
+    found = state.state_of(module)
+    if not isinstance(found, FSDPState):
+        by_core = "" if found is None else ", on which hwfsdp.core.fully_shard was called"
+        raise UsageError(
+            caller,
+            expected="a module that hwfsdp.fully_shard was called on",
+            got=type(module).__name__ + by_core,
+            remedy="Call hwfsdp.fully_shard on it first.",
+        )
+    return found

@@ -13,20 +13,22 @@ from __future__ import annotations
 import sys
 import traceback
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hwfsdp.errors import UsageError
 from hwfsdp.features.lookup import warn
-from hwfsdp.interop.torch_view import ViewedState
+
+if TYPE_CHECKING:
+    from hwfsdp.features.schedule import FSDPState
 
 _STAGES, _SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"
 _INSTALL = "Call hwfsdp.install() before anything imports torch's FSDP2 names, or run the program by `hwfsdp swap SCRIPT`."
 
 
-def check_stage(root: ViewedState) -> None:
+def check_stage(root: FSDPState) -> None:
     """Check the stage in which a forward of this root begins, if there is one and it was not checked with these settings."""
     stages = sys.modules.get(_STAGES)  # None: not imported, so there is no stage
     if stages is None or not torch.is_grad_enabled():
@@ -35,7 +37,7 @@ def check_stage(root: ViewedState) -> None:
         look_up_stage(root, stages)
 
 
-def look_up_stage(root: ViewedState, stages: ModuleType) -> None:
+def look_up_stage(root: FSDPState, stages: ModuleType) -> None:
     """Look up the stage and the schedule that run this forward; warn if the stage does not know our modules.
 
     Raises:
@@ -56,7 +58,7 @@ def look_up_stage(root: ViewedState, stages: ModuleType) -> None:
     root.stage_checked = [group.reshard_after_forward for group in root.root.groups]
 
 
-def check_split(root: ViewedState, module: nn.Module, known: bool, schedule: str) -> None:
+def check_split(root: FSDPState, module: nn.Module, known: bool, schedule: str) -> None:
     """Raise UsageError if the weights would not be there when a backward for the inputs of the stage begins."""
     trained = [g for g in root.root.groups if any(p.sharded_param.requires_grad for p in g.params)]
     freed = [group.name for group in trained if group.reshard_after_forward]

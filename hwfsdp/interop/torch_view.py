@@ -31,7 +31,6 @@ from hwfsdp.core.private_torch import no_autograd
 from hwfsdp.core import group
 from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.state import FSDPState
-from hwfsdp.features.feature_state import FeatureState
 
 
 def renamed(path: str) -> property:
@@ -89,15 +88,8 @@ class HookView(NamedTuple):
             compat.remove_hook(module, self.hook)
 
 
-class ViewedState(FeatureState):
-    """A state with torch's names.
-
-    Attributes:
-        stage_checked: for each group below, True if it was freed after forward when the pipeline stage was checked (`pipelines`).
-            None before the check.
-    """
-
-    stage_checked: list[bool | None] | None = None
+class NamedState(FSDPState):
+    """The core's schedule, with torch's names for what it has."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

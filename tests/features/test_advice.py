@@ -26,7 +26,7 @@ from oracles import fresh, objective, ours, rank_rows, theirs, wrap
 from together import Together
 
 Messages = list[str]
-two, with_detail = Together(2, TORCH_DISTRIBUTED_DEBUG="INFO"), Together(2, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+two = Together(2, TORCH_DISTRIBUTED_DEBUG="INFO")
 
 
 @contextmanager
@@ -327,39 +327,6 @@ def only_an_optimizer_of_the_group_warns_and_only_of_the_backwards_since_its_las
     return found
 
 
-# --- Ranks whose models differ -----------------------------------------------------------------------------
-
-
-def rename_a_layer(model: models.Stem) -> None:
-    block = model.blocks[1]
-    layers = block._modules
-    block._modules = {"up": layers["up"], "lower": layers["down"]}
-    block.forward = lambda x: block.lower(torch.tanh(block.up(x)))
-
-
-def two_forwards(renames: bool) -> Messages:
-    """Return the messages. If it `renames`, a layer has another name on rank 1."""
-    model = fresh(models.stem)
-    if renames and dist.get_rank():
-        rename_a_layer(model)
-    wrap(model, ours)
-    with caught() as messages:
-        for seed in range(2):
-            run(model, seed)
-    return messages
-
-
-@with_detail.finds([])
-def under_detail_debugging_ranks_with_different_models_are_told_the_first_difference_once() -> Messages:
-    words = "rank 1", "blocks.1.down.weight", "blocks.1.lower.weight"
-    return two_forwards(False) + other_than(two_forwards(True), words)
-
-
-@two.finds([])
-def without_detail_debugging_models_are_not_compared() -> Messages:
-    return two_forwards(True)
-
-
 # --- A number of ranks that looks like a flag --------------------------------------------------------------
 
 
@@ -399,4 +366,3 @@ def a_step_asks_only_about_the_groups_of_its_optimizer() -> Messages:
 
 
 test_on_two_ranks = two.test()
-test_under_detail_debugging = with_detail.test()

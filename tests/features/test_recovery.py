@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 from hwfsdp import CPUOffloadPolicy, StateError, UsageError, core, explain, fully_shard, launch, record
-from hwfsdp.features.feature_state import checked_state
+from hwfsdp.features.schedule import checked_state
 from oracles import cpu_mesh, grid, ours
 from together import Together
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.contenders import world_mesh
 from benchmarks.fake import in_fake_world
-from hwfsdp.features.feature_state import checked_state
+from hwfsdp.features.schedule import checked_state
 from hwfsdp.collectives import AllGather, ReduceScatter
 from hwfsdp.core.device_streams import Stream
 from oracles import BITS, Trace, differences
