@@ -1,15 +1,16 @@
 """What FSDP2 can do beyond the core. Each feature is one file, except for its methods of modules and its settings of
 schedules. The core knows none of them.
 
-`fully_shard.fully_shard` is the function that users call. It reads from top to bottom, and calls features by name. A feature that changes
-when something happens has a class from which `schedule.FSDPState` derives. The methods of sharded modules are in `module`.
+`fully_shard.fully_shard` is the function that users call. It reads from top to bottom, and calls features by name. The three
+classes of the core have one subclass each, in which every method that features change is one method: `schedule.FSDPState`,
+`feature_group.ParamGroup` and `feature_param.FSDPParam`. The methods of sharded modules are in `module`.
 
     The whole
     fully_shard         `fully_shard`: check, find, choose, build, join; the hooks that torch calls in the whole process
-    schedule            the schedule with all features, and its settings
+    schedule            the schedule with all features
+    feature_group       the group with all features, and what groups share
+    feature_param       the parameter with all features
     module              the class that every sharded module gets: its methods
-    feature_group       the group that features work with, and what groups share
-    user_changes        what programs attach to parameters, and change while they are whole: the parameter that features work with
 
     Checks and advice
     checks              refuses modules that cannot be sharded or cannot run, before anything is changed
@@ -31,11 +32,11 @@ when something happens has a class from which `schedule.FSDPState` derives. The 
     policies            dtypes of parameters; shards in host memory
 
     One parameter
+    user_changes        what programs attach to parameters, and change while they are whole
     whole               the classes of a whole parameter; errors about reads of freed or sharded parameters
     extensions          parameters that travel in their own form
 
     Shared
-    feature_state       the base of the states of features
     lookup              what several features look up: groups and parameters of the process, the stack
     private_autograd    the private corners of torch, most of them of autograd
 """

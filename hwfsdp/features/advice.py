@@ -34,10 +34,11 @@ from hwfsdp.features.lookup import (
     owners_of,
     warn,
 )
-from hwfsdp.features.user_changes import FSDPParam, has_own_class
+from hwfsdp.features.user_changes import has_own_class
 
 if TYPE_CHECKING:
     from hwfsdp.features.feature_group import ParamGroup
+    from hwfsdp.features.feature_param import FSDPParam
 
 
 @dataclass

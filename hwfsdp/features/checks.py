@@ -23,7 +23,7 @@ from hwfsdp.errors import (
 )
 from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
 from hwfsdp.features.private_autograd import is_traced
-from hwfsdp.features.extensions import has_gather_methods
+from hwfsdp.features.extensions import gather_class
 from hwfsdp.features.lookup import CLAIMED
 from hwfsdp.features.policies import check_in_host_memory
 
@@ -173,7 +173,7 @@ def check_params(found: Sequence[Unclaimed]) -> None:
                 got=f"shape {tuple(param.shape)} with strides {param.stride()}",
                 remedy="Assign a contiguous copy first: nn.Parameter(p.detach().contiguous()).",
             )
-        has_gather_methods(local, name)
+        gather_class(local, name)
 
 
 def mark_claimed(found: Sequence[Unclaimed]) -> None:

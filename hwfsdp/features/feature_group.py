@@ -12,12 +12,15 @@ from torch import Tensor
 from hwfsdp.comm.transport import GroupTransport
 from hwfsdp.core import context
 from hwfsdp.core import param as core
-from hwfsdp.core.param import ShardedState
 from hwfsdp.core.device_streams import Stream, StreamEvent
+from hwfsdp.core.param import ShardedState
+from hwfsdp.core.private_torch import no_autograd
 from hwfsdp.errors import UnsupportedError
-from hwfsdp.features.private_autograd import plain_class, with_new_memory
+from hwfsdp.features.feature_param import FSDPParam
 from hwfsdp.features.lookup import remember
-from hwfsdp.features.user_changes import FSDPParam, check_in_place, keep_changes, watch
+from hwfsdp.features.post_forward_mesh import POST_FORWARD, keep_larger_shards, over_fewer
+from hwfsdp.features.private_autograd import plain_class, with_new_memory
+from hwfsdp.features.user_changes import check_in_place, keep_changes, watch
 from hwfsdp.interop.torch_view import NamedGroup
 
 if TYPE_CHECKING:
@@ -129,11 +132,28 @@ class ParamGroup(NamedGroup):
             raise
         watch(self.params)
 
+    @property
+    def gather_transport(self) -> GroupTransport:
+        """The transport of the next gather: from the ranks that hold larger shards, if there are such shards."""
+        if self.smaller is None or self.params[0].state is not POST_FORWARD:
+            return self.transport
+        return over_fewer(self.transport, self.smaller)
+
     def post_forward(self) -> None:
-        if not self.state.is_read_later:
+        """Free the parameters after the group's forward, or keep them, or larger shards of them, for the backward."""
+        if self.state.is_read_later:
+            return
+        if self.smaller is not None and self.reshard_after_forward:
+            keep_larger_shards(self, self.smaller)
+        else:
             super().post_forward()
 
     def reshard(self) -> None:
+        """Put the shards back. A gather may be reading larger shards, so it is dropped before they are freed."""
+        if self.params[0].state is POST_FORWARD:
+            with no_autograd():
+                self.wait_for_gather()
+                self.drop_gather()
         keep_changes([param for param in self.params if param.state is ShardedState.UNSHARDED])
         super().reshard()
 

@@ -19,9 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hwfsdp import compat
 from hwfsdp.comm.transport import GroupTransport
 from hwfsdp.core import precision
-from hwfsdp.core.api import Unclaimed, become_fsdp_module, follow_state_dicts, move_to, unclaimed_params
-from hwfsdp.core.layout import Layout
-from hwfsdp.core.param import ShardMemory
+from hwfsdp.core.api import become_fsdp_module, follow_state_dicts, move_to, unclaimed_params
 from hwfsdp.core.state import state_of
 from hwfsdp.features import advice, entries, recovery, whole
 from hwfsdp.features import private_autograd
@@ -33,21 +31,17 @@ from hwfsdp.features.checks import (
     replicated_params,
 )
 from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
+from hwfsdp.features.feature_param import FSDPParam
 from hwfsdp.features.hybrid_sharding import DataParallelMeshDims, HybridMesh, hybrid_mesh
 from hwfsdp.features.lookup import all_groups, owners_of
 from hwfsdp.features.layouts import layout_of
 from hwfsdp.features.module import FSDPModule
 from hwfsdp.features.policies import MixedPrecisionPolicy, OffloadPolicy, memory_of, policy_of
 from hwfsdp.features.param_meshes import by_mesh, choices_of, suffixes_of
-from hwfsdp.features.user_changes import FSDPParam, keep_writes_before_step
-from hwfsdp.features.post_forward_mesh import (
-    PostForwardGroup,
-    PostForwardParam,
-    checked_reshard,
-    post_forward_mesh,
-)
+from hwfsdp.features.post_forward_mesh import checked_reshard, post_forward_mesh
 from hwfsdp.features.reductions import SettableReducer
 from hwfsdp.features.schedule import FSDPState
+from hwfsdp.features.user_changes import keep_writes_before_step
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -160,7 +154,11 @@ def fully_shard(
     register_process_hooks()
     move_to(over.device, modules, found)
     comm_ctx = comm_ctx or FSDPCommContext(over.device.type)
-    params = params_of(found, policies, layouts, memory_of(offload_policy, over.device), after_forward)
+    memory = memory_of(offload_policy, over.device)
+    params = [
+        FSDPParam(param, places, name, policy, layout, memory)
+        for (param, name, places), policy, layout in zip(found, policies, layouts, strict=True)
+    ]
     groups = groups_of(
         ", ".join(type(each).__name__ for each in modules), params, over, comm_ctx, after_forward
     )
@@ -176,21 +174,6 @@ def fully_shard(
     advice.note_new_model(ignored)
     advice.warn_of_sharding(found, params)
     return module
-
-
-def params_of(
-    found: Sequence[Unclaimed],
-    policies: Sequence[precision.MixedPrecisionPolicy],
-    layouts: Sequence[Layout],
-    memory: ShardMemory,
-    after_forward: bool | int | None,
-) -> list[FSDPParam]:
-    """Shard the parameters that were found."""
-    make_param = FSDPParam if isinstance(after_forward, bool | None) else PostForwardParam
-    return [
-        make_param(param, places, name, policy, layout, memory)
-        for (param, name, places), policy, layout in zip(found, policies, layouts, strict=True)
-    ]
 
 
 def groups_of(
@@ -210,8 +193,7 @@ def groups_of(
         mesh = members[0].mesh
         transport = GroupTransport(mesh.shard, mesh.device, name, [tuple(p.layout.shape) for p in members])
         smaller = mesh if isinstance(after_forward, bool | None) else post_forward_mesh(mesh, after_forward)
-        make_group = ParamGroup if smaller is mesh else PostForwardGroup
-        group = make_group(name, members, mesh, comm_ctx, transport, SettableReducer())
+        group = ParamGroup(name, members, mesh, comm_ctx, transport, SettableReducer())
         group.smaller = None if smaller is mesh else smaller
         group.reshard_after_forward = over.shard.group is not None and after_forward is not False
         groups.append(group)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
-    from hwfsdp.features.user_changes import FSDPParam
+    from hwfsdp.features.feature_param import FSDPParam
     from hwfsdp.features.feature_group import ParamGroup
 
 CLAIMED = "_hwfsdp_claimed"  # attribute of a parameter that a sharded parameter has replaced: its name

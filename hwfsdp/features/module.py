@@ -43,7 +43,7 @@ from hwfsdp.features.checks import not_compiled
 from hwfsdp.features.finalization import GradientReductionHandle
 from hwfsdp.features.feature_group import ParamGroup
 from hwfsdp.features.schedule import FSDPState, checked_state
-from hwfsdp.features.user_changes import inherit
+from hwfsdp.features.user_changes import inherit, share_attributes
 
 # The class of a sharded module has the module's own class as another base. Type checkers learn of this base, so that they accept a
 # call of a sharded module and every method and child of modules.
@@ -347,7 +347,7 @@ class FSDPModule(api.FSDPModule, Module):
         result = super()._apply(fn, recurse)
         for param, before in zip(params, attributes, strict=True):
             inherit(param.sharded_param, before)
-            param.share_attributes()
+            share_attributes(param)
         for param, dtype, grad in kept:
             param.sharded_param.grad_dtype = dtype  # it was lost with the data
             param.adopt_registered()

@@ -29,9 +29,9 @@ from hwfsdp.core.private_torch import address_of, local_of
 from hwfsdp.core.observer import moment
 from hwfsdp.errors import UsageError
 from hwfsdp.features.hybrid_sharding import HybridMesh, hybrid_mesh
-from hwfsdp.features.user_changes import FSDPParam
 
 if TYPE_CHECKING:
+    from hwfsdp.features.feature_param import FSDPParam
     from hwfsdp.features.schedule import FSDPState
 
 

@@ -15,27 +15,29 @@ import copy
 from collections.abc import Sequence
 from enum import Enum, auto
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hwfsdp.comm.transport import GroupTransport
-from hwfsdp.core.api import Unclaimed
 from hwfsdp.core.private_torch import dtensor, no_autograd, register_parameter
 from hwfsdp.core.layout import Layout
 from hwfsdp.core.mesh import ShardMesh, axis_along
 from hwfsdp.core.param import ShardedState
 from hwfsdp.core.sharding import local_shape, padded_local_numel
 from hwfsdp.errors import UnsupportedError, UsageError
-from hwfsdp.features.user_changes import FSDPParam, keep_changes
-from hwfsdp.features.feature_group import ParamGroup
 from hwfsdp.features.hybrid_sharding import HybridMesh
 from hwfsdp.features.lookup import warn
+from hwfsdp.features.user_changes import keep_changes, stand_in
+
+if TYPE_CHECKING:
+    from hwfsdp.core.api import Unclaimed
+    from hwfsdp.features.feature_group import ParamGroup
+    from hwfsdp.features.feature_param import FSDPParam
 
 
 class PostForward(Enum):
@@ -132,88 +134,43 @@ def grid_of(mesh: DeviceMesh, size: int) -> DeviceMesh:
     return DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
-class PostForwardParam(FSDPParam):
-    """A parameter that may be gathered from the larger shards of fewer ranks.
+# --- Larger shards ---------------------------------------------------------------------------------------------
 
-    Attributes:
-        over: these ranks. larger: [ceil(d0 / S) * rest], compute dtype: the rows that this rank of S keeps after forward; None at
-            other times.
+
+def keep_larger_shards(group: ParamGroup, mesh: ShardMesh) -> None:
+    """After forward, free the whole parameters, except the rows that this rank of `mesh` keeps."""
+    whole = [param for param in group.params if param.state is ShardedState.UNSHARDED]
+    keep_changes(whole)
+    group.is_unsharded = False
+    with no_autograd():
+        for param in whole:
+            keep_larger_shard(param, mesh)
+    streams = group.comm_ctx.streams
+    streams.copy.wait(streams.compute.record())  # the copy stream reads the larger shards
+
+
+def keep_larger_shard(param: FSDPParam, mesh: ShardMesh) -> None:
+    """UNSHARDED → POST_FORWARD: the rows of this rank of `mesh` get memory of their own, and the whole parameter is freed.
+
+    A DTensor of these rows is registered, so that the user can look at it.
     """
-
-    over: ShardMesh | None = None
-    larger: Tensor | None = None
-
-    def gather_inputs(self) -> list[tuple[Tensor, torch.dtype]]:
-        return super().gather_inputs() if self.larger is None else [(self.larger, self.dtypes.compute)]
-
-    def allocate_whole(self) -> list[Tensor]:
-        usual = super().allocate_whole()
-        if self.larger is None or self.over is None or self.gathered is None:
-            return usual
-        return [self.gathered[: self.over.size * self.larger.numel()].view(self.over.size, -1)]
-
-    def to_unsharded(self) -> None:
-        self.larger = None
-        super().to_unsharded()
-
-    def to_post_forward(self, mesh: ShardMesh) -> None:
-        """UNSHARDED → POST_FORWARD: free the whole parameter, except the rows that this rank of `mesh` keeps in memory of their own.
-
-        S, the number of ranks of `mesh`, divides the world size, so S such chunks are never larger than the gathered memory. A
-        DTensor of these rows is registered, so that the user can look at it.
-        """
-        shape = self.layout.shape
-        assert self.gathered is not None
-        n = padded_local_numel(shape, mesh.size)
-        self.over, self.larger = mesh, self.gathered[mesh.rank * n : (mesh.rank + 1) * n].clone()
-        kept = local_shape(shape, mesh.size, mesh.rank)
-        local = self.larger[: prod(kept)].view(kept)
-        shown = dtensor(local, mesh.mesh, mesh.placements(0), shape, self.layout.stride)
-        shown_param = nn.Parameter(shown, requires_grad=self.sharded_param.requires_grad)
-        self.stands_in(shown_param)
-        register_parameter(self.places, shown_param)
-        super().free_whole()
-        self.state = POST_FORWARD
-
-    def free_whole(self) -> None:
-        self.larger = None
-        super().free_whole()
+    layout, gathered = param.layout, param.gathered
+    assert gathered is not None
+    n = padded_local_numel(layout.shape, mesh.size)
+    larger = gathered[mesh.rank * n : (mesh.rank + 1) * n].clone()
+    kept = local_shape(layout.shape, mesh.size, mesh.rank)
+    shown = dtensor(
+        larger[: prod(kept)].view(kept), mesh.mesh, mesh.placements(0), layout.shape, layout.stride
+    )
+    shown_param = nn.Parameter(shown, requires_grad=param.sharded_param.requires_grad)
+    stand_in(param, shown_param)
+    register_parameter(param.places, shown_param)
+    param.free_whole()
+    param.over, param.larger, param.state = mesh, larger, POST_FORWARD
 
 
-class PostForwardGroup(ParamGroup):
-    """A group whose parameters stay sharded over fewer ranks after forward.
-
-    `smaller` is the mesh of these ranks; None if the user has changed the setting since then.
-    """
-
-    params: list[PostForwardParam]  # type: ignore[assignment]
-
-    @property
-    def gather_transport(self) -> GroupTransport:
-        """The transport from the ranks that hold larger shards, if there are such shards."""
-        if self.smaller is None or self.params[0].state is not POST_FORWARD:
-            return self.transport
-        over_fewer = copy.copy(self.transport)
-        over_fewer.ranks = self.smaller.shard
-        return over_fewer
-
-    def post_forward(self) -> None:
-        if self.smaller is None or not self.reshard_after_forward or self.state.is_read_later:
-            super().post_forward()
-            return
-        whole = [param for param in self.params if param.state is ShardedState.UNSHARDED]
-        keep_changes(whole)
-        self.is_unsharded = False
-        with no_autograd():
-            for param in whole:
-                param.to_post_forward(self.smaller)
-        streams = self.comm_ctx.streams
-        streams.copy.wait(streams.compute.record())  # the copy stream reads the larger shards
-
-    def reshard(self) -> None:
-        """Wait for a gather that may be reading the larger shards, before they are freed."""
-        if self.params[0].state is POST_FORWARD:
-            with no_autograd():
-                self.wait_for_gather()
-                self.drop_gather()
-        super().reshard()
+def over_fewer(transport: GroupTransport, mesh: ShardMesh) -> GroupTransport:
+    """Return the same transport between the ranks of `mesh`, which hold larger shards."""
+    fewer = copy.copy(transport)
+    fewer.ranks = mesh.shard
+    return fewer

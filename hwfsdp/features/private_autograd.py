@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hwfsdp.core.param import Place
 
 if TYPE_CHECKING:
-    from hwfsdp.features.user_changes import FSDPParam
+    from hwfsdp.features.feature_param import FSDPParam
 
 Inputs = Sequence[Tensor | GradientEdge]
 

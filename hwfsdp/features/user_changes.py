@@ -35,18 +35,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hwfsdp import compat
+from hwfsdp.core.param import Place, ShardedState
 from hwfsdp.core.private_torch import local_of, wrap_like
-from hwfsdp.core.layout import Layout
-from hwfsdp.core.param import Place, ShardedState, ShardMemory
-from hwfsdp.core.precision import MixedPrecisionPolicy
 from hwfsdp.errors import MissingParameterError, StateError, WrongTypeError
+from hwfsdp.features.lookup import STAND_INS
 from hwfsdp.features.private_autograd import displaced, plain_class, registered_at, writes_to
-from hwfsdp.features.extensions import ExtensionParam
-from hwfsdp.features.lookup import STAND_INS, parameter_of, warn
-from hwfsdp.features.whole import FreedParameter, WholeParameter
 
 if TYPE_CHECKING:
     from hwfsdp.features.feature_group import ParamGroup
+    from hwfsdp.features.feature_param import FSDPParam
 
 
 # --- What a group does at each gather and reshard ------------------------------------------------------------
@@ -94,7 +91,7 @@ def keep_changes(params: Sequence[FSDPParam]) -> None:
     with plain_class():  # their attributes are read faster
         for param, whole, writes in zip(params, wholes, writes_to(wholes), strict=True):
             if param.gave_data or writes != param.writes:
-                param.keep_writes()
+                keep_writes(param)
             if whole.requires_grad is not param.trained:
                 param.trained = whole.requires_grad
                 param.sharded_param.requires_grad_(param.trained)
@@ -105,7 +102,7 @@ def keep_writes_before_step(groups: Sequence[ParamGroup]) -> None:
     for params in [group.params for group in groups if group.is_unsharded]:
         for param, writes in zip(params, writes_to(wholes_of(params)), strict=True):
             if param.gave_data or writes != param.writes:
-                param.keep_writes()
+                keep_writes(param)
             param.has_stepped = True
 
 
@@ -125,178 +122,81 @@ def wholes_of(params: Sequence[FSDPParam]) -> list[nn.Parameter]:
     return [param.unsharded_param for param in params]  # type: ignore[misc]
 
 
-# --- The parameter -------------------------------------------------------------------------------------------
-
-
-class FSDPParam(ExtensionParam):
-    """A parameter that keeps what programs attach to it, and what they change while it is whole.
-
-    Attributes:
-        group: its group. told: the warnings that were given.
-        original: the class of the original parameter, and the gradient hooks on it.
-        writes: the number of writes to the whole parameter that are in the shard already. gave_data: True if the program has taken
-            the `data` of the whole parameter since the gather, and may have written to it. is_lent: True if another library has
-            the memory of the whole parameter.
-        shard_writes: the number of writes to the sharded parameter at the gather. has_stepped: True if an optimizer has stepped since.
-        trained: `requires_grad` of the whole parameter at the gather.
-        keeps_memory: if True, the memory of the whole parameter stays allocated even while the parameter is sharded.
-        read_from: the local part of the shard when a gather read it last; None before the first gather.
-    """
-
-    group: ParamGroup
-    writes, shard_writes, gave_data, is_lent, trained, has_stepped = 0, 0, False, False, False, False
-    keeps_memory = False
-    read_from: Tensor | None = None
-
-    def __init__(
-        self,
-        param: nn.Parameter,
-        places: Sequence[Place],
-        name: str,
-        policy: MixedPrecisionPolicy,
-        layout: Layout,
-        memory: ShardMemory,
-    ) -> None:
-        self.original = type(param), getattr(param, compat.GRAD_HOOKS, None)
-        self.told = set[str]()
-        super().__init__(param, places, name, policy, layout, memory)
-        vars(self.sharded_param).update(own_attributes(param))
-        share_hooks(self.sharded_param, param, compat.POST_ACCUMULATE_GRAD_HOOKS)
-
-    # --- what is attached ---
-
-    def set_unsharded(self, whole: Tensor) -> None:
-        """Make a new `unsharded_param`, with the class and the gradient hooks of the original."""
-        super().set_unsharded(whole)
-        assert self.unsharded_param is not None
-        kind, hooks = self.original
-        if type(self.unsharded_param) is nn.Parameter:
-            self.unsharded_param.__class__ = kind if has_own_class(kind) else WholeParameter
-        if hooks is not None:
-            setattr(self.unsharded_param, compat.GRAD_HOOKS, hooks)
-        self.share_attributes()
-
-    def inherit_from(self, before: nn.Parameter) -> None:
-        """Attach to the sharded parameter what was attached to the one before."""
-        inherit(self.sharded_param, vars(before))
-        share_hooks(self.sharded_param, before, compat.GRAD_HOOKS, compat.POST_ACCUMULATE_GRAD_HOOKS)
-
-    def share_attributes(self) -> None:
-        """Share the attributes of the sharded parameter with the whole one, if there is one."""
-        if self.unsharded_param is not None:
-            self.stands_in(self.unsharded_param)
-
-    def stands_in(self, param: nn.Parameter) -> None:
-        """Note a parameter that modules have in place of the sharded one. Both share attributes, unless it is of another subclass."""
-        STAND_INS[param] = ref(self)
-        if isinstance(param, DTensor) or type(param) is nn.Parameter or has_own_class(type(param)):
-            param.__dict__ = vars(self.sharded_param)
-        else:  # another subclass of Tensor may keep what it needs among its attributes
-            inherit(param, vars(self.sharded_param))
-
-    def add_sharded_grad(self, grad: Tensor) -> None:
-        """Let the hooks on the sharded parameter see or replace `grad`, then add it."""
-        for hook in [*(getattr(self.sharded_param, compat.GRAD_HOOKS, None) or {}).values()]:
-            assert isinstance(self.sharded_param, DTensor)
-            found = hook(wrap_like(grad, self.sharded_param))
-            if found is not None and not isinstance(found, DTensor):
-                raise WrongTypeError(
-                    f"gradient hook of parameter {self.name!r}",
-                    expected="a DTensor, as it gets, or None",
-                    got=type(found).__name__,
-                    remedy="Compute with the DTensor. A hook that needs the whole gradient is registered before fully_shard.",
-                )
-            if found is not None:
-                grad = local_of(found.redistribute(placements=self.sharded_param.placements))
-        super().add_sharded_grad(grad)
-
-    # --- changes of the whole parameter ---
-
-    def is_own(self, module: nn.Module, name: str) -> bool:
-        """True if a place has the sharded or the whole parameter. `functional_call` puts back the one that it found."""
-        there = getattr(module, name, None)
-        return isinstance(there, Tensor) and (there is self.sharded_param or parameter_of(there) is self)
-
-    def warn_once(self, message: str) -> None:
-        if message not in self.told:
-            self.told.add(message)
-            warn(f"parameter {self.name!r} {message}")
-
-    @torch.no_grad()
-    def keep_writes(self) -> None:
-        """Copy what the program wrote to this rank's rows of the whole parameter (Note [Writes to whole parameters])."""
-        whole, layout = self.unsharded_param, self.layout
-        assert whole is not None
-        known, (self.writes, shard_writes) = self.writes, writes_to([whole, self.sharded_param])
-        is_changed = shard_writes != self.shard_writes
-        if self.has_stepped or is_changed or self.is_extension:
-            if self.writes == known:  # it gave its data, perhaps to be read only
-                return
-            changed = "an optimizer step came before" if self.has_stepped else "the shard was written, too"
-            why = changed if self.has_stepped or is_changed else "its tensor extension gathers other data"
-            self.warn_once(
-                f"was written while it was whole, but {why}. The values are lost. Call reshard(), and write to the "
-                "sharded parameter."
-            )
+@torch.no_grad()
+def keep_writes(param: FSDPParam) -> None:
+    """Copy what the program wrote to this rank's rows of the whole parameter (Note [Writes to whole parameters])."""
+    whole, layout = param.unsharded_param, param.layout
+    assert whole is not None
+    known, (param.writes, shard_writes) = param.writes, writes_to([whole, param.sharded_param])
+    is_changed = shard_writes != param.shard_writes
+    if param.has_stepped or is_changed or param.extension is not None:
+        if param.writes == known:  # it gave its data, perhaps to be read only
             return
-        rows = layout.own_rows(layout.whole_grad(whole.detach()))
-        local = self.local.view(rows.shape)
-        before = local.to(rows.device)
-        local.copy_(torch.where(rows == before.to(rows.dtype), before, rows.to(local.dtype)))
-        (self.shard_writes,) = writes_to([self.sharded_param])
-        streams = self.group.comm_ctx.streams
-        streams.copy.wait(streams.compute.record())  # the next gather reads the shard on the copy stream
-
-    # --- gathers ---
-
-    def free_whole(self) -> None:
-        """Give back the memory of the whole parameter, unless another library has it, too: then torch refuses to free it."""
-        if self.keeps_memory:
-            return
-        try:
-            super().free_whole()
-        except RuntimeError:
-            if self.gathered is None or self.gathered.untyped_storage().resizable():
-                raise
-            self.share_memory()
-            return
-        if type(self.unsharded_param) is WholeParameter:
-            self.unsharded_param.__class__ = FreedParameter  # type: ignore[assignment]
-
-    def share_memory(self) -> None:
-        """Keep the memory of the whole parameter from now on, because another library has it, too."""
-        self.keeps_memory = self.is_lent = True
-        if self.state is ShardedState.UNSHARDED:
-            self.keep_writes()
-        self.warn_once(
-            "keeps the memory of its whole tensor from now on, because numpy or another library has it, too. To free it, "
-            "give away a copy: weight.detach().clone().numpy()."
+        changed = "an optimizer step came before" if param.has_stepped else "the shard was written, too"
+        why = changed if param.has_stepped or is_changed else "its tensor extension gathers other data"
+        param.warn_once(
+            f"was written while it was whole, but {why}. The values are lost. Call reshard(), and write to the "
+            "sharded parameter."
         )
-
-    def to_unsharded(self) -> None:
-        if type(self.unsharded_param) is FreedParameter:
-            self.unsharded_param.__class__ = WholeParameter  # type: ignore[assignment]
-        super().to_unsharded()
-
-    # --- parameters replaced by the user ---
-
-    def adopt_registered(self) -> None:
-        """Adopt the parameter that is registered now. It inherits what was attached to the one before.
-
-        Raises:
-            MissingParameterError: there is none. UsageError: it is cut in another way.
-        """
-        if self.state is ShardedState.SHARDED:
-            check_registered(self.name, self.places)
-        before = self.sharded_param
-        super().adopt_registered()
-        self.read_from = self.local if self.read_from is not None else None
-        if self.sharded_param is not before:
-            self.inherit_from(before)
-        self.share_attributes()
+        return
+    rows = layout.own_rows(layout.whole_grad(whole.detach()))
+    local = param.local.view(rows.shape)
+    before = local.to(rows.device)
+    local.copy_(torch.where(rows == before.to(rows.dtype), before, rows.to(local.dtype)))
+    (param.shard_writes,) = writes_to([param.sharded_param])
+    streams = param.group.comm_ctx.streams
+    streams.copy.wait(streams.compute.record())  # the next gather reads the shard on the copy stream
 
 
-# --- Attributes ----------------------------------------------------------------------------------------------
+# --- Attributes and hooks --------------------------------------------------------------------------------------
+
+
+def take_attributes(sharded: nn.Parameter, param: nn.Parameter) -> None:
+    """Give the sharded parameter what the program has attached to the original one."""
+    vars(sharded).update(own_attributes(param))
+    share_hooks(sharded, param, compat.POST_ACCUMULATE_GRAD_HOOKS)
+
+
+def inherit_all(sharded: nn.Parameter, before: nn.Parameter) -> None:
+    """Give the sharded parameter what was attached to the one before."""
+    inherit(sharded, vars(before))
+    share_hooks(sharded, before, compat.GRAD_HOOKS, compat.POST_ACCUMULATE_GRAD_HOOKS)
+
+
+def share_attributes(param: FSDPParam) -> None:
+    """Share the attributes of the sharded parameter with the whole one, if there is one."""
+    if param.unsharded_param is not None:
+        stand_in(param, param.unsharded_param)
+
+
+def stand_in(param: FSDPParam, tensor: nn.Parameter) -> None:
+    """Note what modules have in place of the sharded parameter. Both share attributes, unless `tensor` is of another subclass."""
+    STAND_INS[tensor] = ref(param)
+    if isinstance(tensor, DTensor) or type(tensor) is nn.Parameter or has_own_class(type(tensor)):
+        tensor.__dict__ = vars(param.sharded_param)
+    else:  # another subclass of Tensor may keep what it needs among its attributes
+        inherit(tensor, vars(param.sharded_param))
+
+
+def after_hooks(param: FSDPParam, grad: Tensor) -> Tensor:
+    """Return a reduced gradient [`local_shape`], or what the hooks on the sharded parameter make of it.
+
+    Raises:
+        WrongTypeError: a hook returned a tensor that is no DTensor.
+    """
+    for hook in [*(getattr(param.sharded_param, compat.GRAD_HOOKS, None) or {}).values()]:
+        assert isinstance(param.sharded_param, DTensor)
+        found = hook(wrap_like(grad, param.sharded_param))
+        if found is not None and not isinstance(found, DTensor):
+            raise WrongTypeError(
+                f"gradient hook of parameter {param.name!r}",
+                expected="a DTensor, as it gets, or None",
+                got=type(found).__name__,
+                remedy="Compute with the DTensor. A hook that needs the whole gradient is registered before fully_shard.",
+            )
+        if found is not None:
+            grad = local_of(found.redistribute(placements=param.sharded_param.placements))
+    return grad
 
 
 def has_own_class(kind: type) -> bool:

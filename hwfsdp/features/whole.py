@@ -26,7 +26,7 @@ from hwfsdp.features import private_autograd
 from hwfsdp.features.lookup import all_groups, parameter_of
 
 if TYPE_CHECKING:
-    from hwfsdp.features.user_changes import FSDPParam
+    from hwfsdp.features.feature_param import FSDPParam
 
 _FREED = ("out of bounds for storage of size 0", "data is not allocated yet")
 _SHARDED = "mixed torch.Tensor and DTensor"

@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
