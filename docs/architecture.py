@@ -39,7 +39,7 @@ POINTS = (
     Point(
         "layout and\nparameter",
         ("layout.Layout", "param.FSDPParam"),
-        ("layouts", "extensions", "whole", "post_forward_mesh"),
+        ("layouts", "extensions", "user_changes", "whole", "post_forward_mesh"),
     ),
     Point("reducer", ("group.Reducer",), ("reductions",)),
     Point(

@@ -94,7 +94,7 @@ def test_the_feature_of_the_page_clamps_each_element_of_the_mean_gradient_and_re
 
 # what features share is not drawn
 SHARED = set(
-    "fully_shard schedule module feature_group feature_state user_changes lookup private_autograd".split()
+    "fully_shard schedule module feature_group feature_param lookup private_autograd".split()
 )
 
 
