@@ -4,9 +4,9 @@ Ranks that call different collectives wait for each other until the timeout, or 
 So each rank notes its calls, and `desync_report` compares the notes of all ranks. A note names the collective, its parameter
 group, its process group and its progress (`State`).
 
-Four modules make notes: `transport` of FSDP's collectives, `shared_memory` of the ranks' search for each other, `features.advice` of the
-comparison of their models, and `users_collectives` of the user's own collectives, on ranks of `launch`. Messages between two ranks are not
-noted. Other collectives in which ranks of hwfsdp agree on something are not noted either.
+Three modules make notes: `transport` of FSDP's collectives, `shared_memory` of the ranks' search for each other, and `users_collectives` of
+the user's own collectives, on ranks of `launch`. Messages between two ranks are not noted. Other collectives in which ranks of hwfsdp
+agree on something are not noted either.
 
 Note [A ring that outlives its rank]
     A killed rank cannot answer, and a rank that hangs may not answer. Under `launch`, the ring of each rank is in a file. The

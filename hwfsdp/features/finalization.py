@@ -100,6 +100,7 @@ def finalize(state: FSDPState, async_op: bool) -> GradientReductionHandle | None
 
 
 def close_iteration(root: FSDPState) -> None:
+    """Wait for all reductions, and end the iteration."""
     root.end_iteration()
     root.comm_ctx.reduction = None
     root.is_open = False

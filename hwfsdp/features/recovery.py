@@ -1,16 +1,20 @@
 """Repair the states that an exception leaves behind.
 
-An exception may come from anywhere, so there is no list of places. Two rules are enough. First, a whole parameter is valid until
-the next optimizer step: an iteration that begins after a step frees everything that was gathered before the step. Second,
-`break_off` ends everything that is unfinished.
+An exception may come from anywhere, so there is no list of places. Two rules are enough:
 
-After an exception in a forward, torch still calls the outermost module's hook, and that hook calls `break_off`. After a
-KeyboardInterrupt torch calls no hook; then the next forward calls it.
+1. A whole parameter is valid until the next optimizer step. So an iteration that begins after a step frees everything that was
+   gathered before the step (`free_stale`).
+2. Once a hook notices that a forward or a backward was broken, everything unfinished ends (`FSDPState.break_off`).
 
-Autograd holds the only strong reference to the function that it calls at the end of a backward. `Callbacks` holds a weak one. If
-the function is gone and has never run, an exception ended that backward. The next hook that runs notices this, for all models
-that share the context. An exception in a forward inside a backward ends nothing, because checkpointing stops a recomputation by
-an exception.
+| what was broken | what torch does then | who notices |
+| --- | --- | --- |
+| a forward, by an exception | it still calls the hook after the outermost forward | this hook: `break_off_raised` |
+| a forward, by a KeyboardInterrupt | it calls no hook | the next forward: `break_off_left_over`, `clear_up` |
+| a backward | it drops the functions to call at the end | the next hook of any model that shares the context: `call_at_end` |
+
+Autograd holds the only strong reference to a function that it calls at the end of a backward, and `FSDPCommContext.callbacks` holds a weak
+one. If the function is gone and has never run, its backward was broken. An exception in a forward inside a backward breaks nothing,
+because checkpointing ends a recomputation by an exception.
 """
 
 from __future__ import annotations
