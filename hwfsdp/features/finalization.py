@@ -71,9 +71,9 @@ def refuse_reduction_of_other(state: FSDPState) -> None:
 
 def leave_open(root: FSDPState) -> None:
     """Keep the iteration open, because more backwards may come. Groups that autograd left out wait for `finalize`, if they reduce."""
-    root.root.forward_root = None
+    root.root.forward_root = root.forward_around()
     root.root.backwards += 1
-    for state in root.states:
+    for state in root.states_to_finish():
         if state.phase is not Phase.POST_BACKWARD:
             if not any(group.reduce_grads for group in state.groups):
                 state.post_backward()

@@ -482,3 +482,5 @@ def share_comm_ctx(modules: Sequence[api.FSDPModule]) -> None:
             member.comm_ctx = states[0].comm_ctx
             for group in member.groups:
                 group.comm_ctx = states[0].comm_ctx
+    for state in states[:1]:
+        state.share_max_reductions()

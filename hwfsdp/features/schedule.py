@@ -291,14 +291,19 @@ class FSDPState(NamedState):
             root.is_open = False
 
     def finish_states(self) -> None:
-        """End a backward. It may have run inside a forward, whose modules need their parameters until it ends."""
-        outermost = cast("FSDPState | None", self.root.forward_root)
+        """End a backward. The forward around it goes on, if there is one."""
+        outermost = self.forward_around()
         super().finish_states()
-        if outermost is not None and outermost.running:
-            self.root.forward_root = outermost
+        self.root.forward_root = outermost
         recovery.note_end_of_backward(self)
 
+    def forward_around(self) -> FSDPState | None:
+        """Return the state of the outermost forward, if this backward ran inside it. None for a recomputation that was cut short."""
+        outermost = cast("FSDPState | None", self.root.forward_root)
+        return outermost if outermost is not None and outermost.running else None
+
     def states_to_finish(self) -> list[FSDPState]:
+        """Return the states that this backward may end: the modules of a forward around it need their parameters until it ends."""
         return [each for each in self.states if not each.running]
 
     def end_iteration(self) -> None:

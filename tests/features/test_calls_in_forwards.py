@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from hwfsdp import fully_shard, launch, record, register_fsdp_forward_method, share_comm_ctx
+from hwfsdp import FSDPModule, fully_shard, launch, record, register_fsdp_forward_method, share_comm_ctx
 from oracles import other_gradients, ours
 from together import Together
 
@@ -127,6 +127,14 @@ def one_after_the_other(model: Any) -> None:
         model(inputs(number)).square().sum().backward()
 
 
+def ended_by_hand(model: Any) -> None:
+    if isinstance(model, FSDPModule):
+        model.set_manual_backward_finalization(True)
+    one_after_the_other(model)
+    if isinstance(model, FSDPModule):
+        model.finalize_backward()
+
+
 def of_all_kept(model: Any) -> None:
     model.inner.kept = []
     for number in range(8):
@@ -139,6 +147,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
     "forward methods in a forward": (lambda: Around(Autoencoder()), one_after_the_other),
     "a module that calls itself": (lambda: Around(Tree()), two_pending),
     "a backward in a forward": (lambda: Around(Force()), two_pending),
+    "a backward in a forward, ended by hand": (lambda: Around(Force()), ended_by_hand),
     "two pending forwards through unknown objects": (lambda: AroundHides(Hides()), two_pending),
     "a module that runs twice": (lambda: Around(Keeps(), runs=2), one_after_the_other),
     "many pending forwards with frozen parameters": (lambda: Around(Keeps()), of_all_kept),
@@ -232,15 +241,21 @@ for _block in (HandingOn, ChangingInPlace):
 # --- Meshes and contexts -------------------------------------------------------------------------------------
 
 
-@two.finds(3)
-def a_shared_context_has_the_largest_limit_of_all_its_roots() -> int:
-    first, second = ours(nn.Linear(4, 4)), ours(nn.Linear(4, 4))
-    share_comm_ctx([first, second])
-    first.set_reduce_scatter_max_input_buffers(3)
-    for model in (first, second):
-        model(inputs(0))
-    limit: int = second._get_fsdp_state().comm_ctx.max_reductions
-    return limit
+@two.finds([3, 3])
+def a_shared_context_has_the_largest_limit_of_all_its_roots() -> list[int]:
+    """It is shared before the first forwards, or after them."""
+    found = []
+    for ran in (False, True):
+        pair = first, second = ours(nn.Linear(4, 4)), ours(nn.Linear(4, 4))
+        first.set_reduce_scatter_max_input_buffers(2)
+        second.set_reduce_scatter_max_input_buffers(3)
+        for model in pair if ran else ():
+            model(inputs(0))
+        share_comm_ctx(pair)
+        for model in pair:
+            model(inputs(0))
+        found.append(first._get_fsdp_state().comm_ctx.max_reductions)
+    return found
 
 
 test_on_two_ranks = two.test()
