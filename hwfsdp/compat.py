@@ -1,6 +1,7 @@
-"""Private parts of torch. Two other modules have some: `core.private_torch` for the core, `features.private_autograd` for autograd.
+"""Private parts of torch. Two other modules have some: `core.private_torch` for the core, `features.private_autograd` for features.
 
-Supported: torch 2.11 to 2.15. Everything else in this package uses documented parts.
+Supported: torch 2.11 to 2.15. A few modules depend on names or texts of torch that are not documented: `features.lookup` on the name of a
+method, `features.whole` on error messages, `features.entries` on names of nodes, `interop.pipelines` on attributes of schedules.
 """
 
 from __future__ import annotations

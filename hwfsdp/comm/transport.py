@@ -245,7 +245,8 @@ class GroupTransport(Transport):
     Attributes:
         gather, scatter: the collectives to use. reduce_group: the process group of its reduce-scatters, if it is a separate one.
         member: the parameter group, as all ranks know it (`group_identity`).
-        label, shards: for torch's profiler (`features.feature_group`).
+        label: the module's name in torch's profiler: "" for the root; None until there is a root. shards: for torch's profiler, the number
+            of ranks if the module has several groups; else 0.
 
     Args:
         name: the group's name. shapes: the shapes of its parameters.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hwfsdp.core.observer import moment
 from hwfsdp.core.mesh import Transport
-from hwfsdp.core.device_streams import Stream, StreamEvent, StreamSet, stream_maker
+from hwfsdp.core.device_streams import StreamEvent, StreamSet, stream_maker
 
 if TYPE_CHECKING:
     from hwfsdp.core.group import ParamGroup
@@ -43,16 +43,17 @@ class InFlight(NamedTuple):
 class FSDPCommContext:
     """The streams and buffers that the groups of a model share. Their gathers run one after the other, and so do their reductions.
 
-    Each call of `fully_shard` makes a context. The root's takes the place of all others, so only one makes streams. Several models
-    may share one context.
+    Each call of `fully_shard` makes a context. The root's takes the place of all others, so usually only the root's makes streams.
+    Several models may share one context.
 
     Args:
         device_type: the device type of the mesh, for example "cuda".
 
     Attributes:
-        streams: see `device_streams.StreamSet`. all_gather_stream, reduce_scatter_stream: two of them, under torch's names.
+        streams: see `device_streams.StreamSet`.
         post_forward_order: groups in the order in which their forwards ended, once per forward.
-        max_reductions: the largest number of reductions in flight. Each holds a buffer of one group's gradients.
+        max_reductions: the largest number of reductions in flight. Each holds a buffer of one group's gradients. A module with several
+            groups may have one more for each further group.
         reducing: the reductions in flight, the oldest first.
     """
 
@@ -65,14 +66,6 @@ class FSDPCommContext:
     @functools.cached_property
     def streams(self) -> StreamSet:
         return self._make_streams()
-
-    @property
-    def all_gather_stream(self) -> Stream:
-        return self.streams.all_gather
-
-    @property
-    def reduce_scatter_stream(self) -> Stream:
-        return self.streams.reduce_scatter
 
     # --- the order of forwards ---
 

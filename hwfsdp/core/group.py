@@ -169,7 +169,7 @@ class ParamGroup:
 
     # --- gradients ---
 
-    def set_grad_dtypes(self) -> None:
+    def pre_backward(self) -> None:
         """Set the dtype of the gradients that the coming backward leaves."""
         for param in self.params if private_torch.REDUCES_IN_GRAD_DTYPE else ():
             cast_later = self.reduce_grads or param.has_unreduced_grad

@@ -12,7 +12,7 @@ listens. With an empty slot a moment costs one call and one test.
 | all_gather, copy_in, copy_out | transport | the three steps of a gather; `copy_in` of a reduction, too |
 | reduce_scatter, all_reduce, wait_for_reduction | transport | a reduction is started, or waited for |
 | take_and_free, post_backward_rs_wait, …_reduce, …_accumulate | group | the steps of post-backward |
-| part | group | one of several groups of a module is gathered, freed or reduced (`features.param_meshes`) |
+| part | group | the turn of one group, also if a module has only one: it is gathered, copied out, freed or reduced |
 | broken_off | state | an exception has ended the iteration (`features.recovery`) |
 
 Subjects have `name`: the name of a module or of a parameter group.

@@ -21,8 +21,9 @@ first module that runs a forward becomes the *root* of all modules below it. Whe
 backward has executed its last node, autograd calls `finish_backward`. At the end of the last backward of the iteration, this call
 waits for everything that is still in flight.
 
-An exception in a forward or a backward leaves states in the middle of an iteration, and later steps would be wrong. If the
-optimizer steps while parameters are whole, they become stale. The core repairs neither; `hwfsdp.features.recovery` does.
+After an exception in a forward, torch still calls the hooks after forward, so modules have their shards again. An exception in a
+backward leaves states in the middle of an iteration, and later steps would be wrong. If the optimizer steps while parameters are
+whole, they become stale. The core repairs neither; `hwfsdp.features.recovery` does.
 
 Note [Groups without an input gradient]
     Autograd calls post-backward only for a module with an input that needs a gradient. An embedding of token ids has no such
@@ -85,10 +86,7 @@ class FSDPState:
         auto_reshard: True if the caller gave no `reshard_after_forward`. Then the root keeps its parameters after a forward that
             a backward can follow, and all other modules free them.
         forward_order: the order in which states with groups ran when this state's forward was the outermost one.
-        always_call: if True, torch calls the hook after forward also after an exception.
     """
-
-    always_call = False
 
     def __init__(
         self,
@@ -110,7 +108,7 @@ class FSDPState:
         for module in self.modules:
             module.__dict__["_hwfsdp_state"] = self  # not as a submodule
             module.register_forward_pre_hook(self.pre_forward_hook, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward_hook, always_call=self.always_call)
+            module.register_forward_hook(self.post_forward_hook, always_call=True)  # after an exception, too
 
     # --- forward ---
 
@@ -194,11 +192,17 @@ class FSDPState:
         A forward inside a backward is a recomputation: the parameters stay for the backward that follows.
         """
         if not private_torch.in_backward():
+            stays = self.is_read_later(output)
             for group in each(self.groups):
-                group.post_forward()
+                if not stays:
+                    group.post_forward()
                 self.comm_ctx.note_end_of_forward(group)
         self.phase = Phase.IDLE
         return self.watch(output, self.pre_backward)
+
+    def is_read_later(self, output: Any) -> bool:
+        """True if the caller may still read the parameters after this forward, so that they must stay whole."""
+        return False
 
     def watch(self, output: Any, before_backward: Callable[[], None]) -> Any:
         """Return the output. A backward that reaches it calls `before_backward`."""
@@ -224,7 +228,7 @@ class FSDPState:
             self.prefetch_backward(self.note_backward_and_predict())
             self.copy_out()
             for group in self.groups:
-                group.set_grad_dtypes()
+                group.pre_backward()
 
     def prefetch_backward(self, groups: Sequence[ParamGroup]) -> None:
         """Start the gathers that should overlap with this backward."""
@@ -252,7 +256,7 @@ class FSDPState:
             private_torch.call_after_backward(self.finish_backward)
 
     def finish_backward(self) -> None:
-        """End a backward: finish the groups that it left out. Afterwards every state is idle.
+        """End a backward: finish the groups that it left out. Afterwards the states of `states_to_finish` are idle.
 
         If this was the last backward of the iteration, all sharded gradients are there, no buffer is held, and the order of
         forwards is forgotten.
@@ -263,7 +267,7 @@ class FSDPState:
                 self.end_iteration()
 
     def finish_states(self) -> None:
-        """Make the calls that autograd did not make (Note [Groups without an input gradient]). Afterwards, all states are idle.
+        """Make the calls that autograd did not make (Note [Groups without an input gradient]). Afterwards, these states are idle.
 
         States that this backward did not reach get the call, too, and free what they hold.
         """
@@ -293,9 +297,7 @@ class FSDPState:
 
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Begin the outermost forward: gathers wait for what the optimizer has written, and inputs move to the device."""
-        if not self.root.states:
-            with private_torch.no_autograd():
-                self.become_root()
+        self.ensure_root()
         self.root.forward_root = self
         self.forward_order.begin()
         self.root.forwards_before = len(self.comm_ctx.post_forward_order)
@@ -322,8 +324,14 @@ class FSDPState:
         self.root.forward_root = None
         return output
 
+    def ensure_root(self) -> None:
+        """Become the root, if this is the first forward."""
+        if not self.root.states:
+            with private_torch.no_autograd():
+                self.become_root()
+
     def become_root(self) -> None:
-        """Become the root, at the first forward: take charge of the states below, and name everything by its place in this module."""
+        """Take charge of the states below, and name everything by its place in this module."""
         states = self.name_states()
         for state in states:
             state.follow(self)

@@ -1,9 +1,9 @@
-"""What FSDP2 can do beyond the core. Each feature is one file, except for its methods of modules and its settings of
-schedules. The core knows none of them.
+"""What FSDP2 can do beyond the core.
 
-`fully_shard.fully_shard` is the function that users call. It reads from top to bottom, and calls features by name. The three
-classes of the core have one subclass each, in which every method that features change is one method: `schedule.FSDPState`,
-`feature_group.ParamGroup` and `feature_param.FSDPParam`. The methods of sharded modules are in `module`.
+A feature is one file. Five files call the features by name: `fully_shard`, `schedule`, `feature_group`, `feature_param` and `module`.
+`fully_shard.fully_shard` is the function that users call. `schedule.FSDPState`, `feature_group.ParamGroup` and `feature_param.FSDPParam`
+derive from the core's classes of the same names, the first two through classes in `interop.torch_view`, which only add torch's names.
+The core imports no feature, but a few of its parts exist only for features.
 
     The whole
     fully_shard         `fully_shard`: check, find, choose, build, join; the hooks that torch calls in the whole process

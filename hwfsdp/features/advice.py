@@ -1,4 +1,4 @@
-"""Warn once about mistakes that run, but do not train, or raise an error.
+"""Find programs that run, but do not train as intended. Each mistake gets one warning; one that cannot be repaired, an error.
 
 - An optimizer that was built before `fully_shard` updates the whole parameters, which are no longer the model's.
 - An optimizer that was built while parameters were whole has them in place of the shards. Before its first step, it gets the shards.
@@ -225,6 +225,6 @@ def _warn_of_unsynchronized(optimizer: Optimizer) -> None:
 
 
 def note_outermost(root: nn.Module) -> None:
-    """Look for parameters of no group in the outermost module around a new root, too."""
+    """Remember the outermost module around a new root. The next optimizer steps look for parameters of no group in it."""
     _models.add(outermost_caller(root))
     note_new_model()

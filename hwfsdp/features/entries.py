@@ -15,7 +15,7 @@ first one; or a backward ran inside the forward. A graph that does not pass thro
 Frozen parameters have no node in the graph. A node may use them if the forward of their module made it: autograd numbers its
 nodes.
 
-Parameters stay whole after a forward whose caller still needs them (`is_read_later`).
+Parameters stay whole after a forward whose caller still needs them (`FSDPState.is_read_later`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import PackedSequence
 from hwfsdp.core.private_torch import base_of_view, in_backward, in_transforms
 from hwfsdp.core.precision import map_tensors, tensors_with_grad
 from hwfsdp.features import private_autograd
-from hwfsdp.features.lookup import Living, calls_in_progress, parameter_of
+from hwfsdp.features.lookup import Living, parameter_of
 
 if TYPE_CHECKING:
     from hwfsdp.features.schedule import FSDPState
@@ -58,24 +58,6 @@ _with_frozen: Living[FSDPState] = Living()
 def note_begin(state: FSDPState) -> None:
     """Note where a forward begins among the nodes of the graph."""
     state.first_node = private_autograd.next_node_number()
-
-
-def is_read_later(state: FSDPState, output: Any) -> bool:
-    """True if the caller may still read the parameters after this forward, so they stay whole.
-
-    This is so in three cases: the output has a parameter; the output is a generator, which computes later; the root was called
-    inside one of its own methods.
-    """
-    if not state.groups:
-        return False
-    keeps_for_backward = not torch.is_grad_enabled() and any(
-        [group.reshard_after_forward is None for group in state.groups]
-    )
-    return (
-        isinstance(output, LAZY)
-        or has_parameter(output)
-        or (keeps_for_backward and calls_in_progress(state.modules) > 1)
-    )
 
 
 def note_end(state: FSDPState, output: Any) -> None:

@@ -19,7 +19,7 @@ from hwfsdp.errors import UnsupportedError
 from hwfsdp.features.feature_param import FSDPParam
 from hwfsdp.features.lookup import remember
 from hwfsdp.features.post_forward_mesh import POST_FORWARD, keep_larger_shards, over_fewer
-from hwfsdp.features.private_autograd import plain_class, with_new_memory
+from hwfsdp.features.private_autograd import plain_class, find_new_memory
 from hwfsdp.features.user_changes import check_in_place, keep_changes, watch
 from hwfsdp.interop.torch_view import NamedGroup
 
@@ -54,12 +54,20 @@ class FSDPCommContext(context.FSDPCommContext):
         self._left: list[tuple[StreamEvent, list[Tensor]]] = []
 
     @property
+    def all_gather_stream(self) -> Stream:
+        return self.streams.all_gather
+
+    @property
+    def reduce_scatter_stream(self) -> Stream:
+        return self.streams.reduce_scatter
+
+    @property
     def backward_broke(self) -> bool:
         """True if a backward ended without calling the functions that it should call at its end."""
         return any([callback() is None for callback in self.callbacks.values()])
 
     def hold(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep a tensor that the reduce-scatter stream made, until the work on `stream` has used it.
+        """Keep the result of a reduction until the work on `stream` has used it.
 
         Tensors of a backward are kept until the next backward that holds some, or until `finish_reductions`.
         """
@@ -85,21 +93,17 @@ class FSDPCommContext(context.FSDPCommContext):
 
 
 class ParamGroup(NamedGroup):
-    """A group.
+    """The core's group, and what features note about it.
 
     Attributes:
         state: the schedule of its module.
         suffix: what comes after the module's name in its name, if the module has groups over several meshes: the axes or the size
             of its mesh; "" on the mesh of the call.
-        label: the module's name in torch's profiler: "" for the root; None until there is a root.
-        shards: for torch's profiler, the number of ranks if the module has several groups; else 0.
         smaller: the mesh over which parameters stay sharded after forward (`post_forward_mesh`); None: the whole mesh.
     """
 
     state: FSDPState
     suffix = ""
-    label: str | None = None
-    shards = 0
     smaller: ShardMesh | None = None
 
     mesh: HybridMesh
@@ -111,7 +115,7 @@ class ParamGroup(NamedGroup):
     def unshard(self) -> None:
         """Start the gather. Conversions of a module below, such as `model.head.to(dtype)`, may have replaced the memory of shards."""
         if self._gathering is None and not self.is_unsharded:
-            if changed := with_new_memory(self.params):
+            if changed := find_new_memory(self.params):
                 for param in changed:
                     param.adopt_registered()
                 streams = self.comm_ctx.streams
@@ -141,8 +145,6 @@ class ParamGroup(NamedGroup):
 
     def post_forward(self) -> None:
         """Free the parameters after the group's forward, or keep them, or larger shards of them, for the backward."""
-        if self.state.is_read_later:
-            return
         if self.smaller is not None and self.reshard_after_forward:
             keep_larger_shards(self, self.smaller)
         else:
@@ -179,10 +181,6 @@ class ParamGroup(NamedGroup):
                 )
         return params, grads
 
-    def pre_backward(self) -> None:
-        """Do what the schedule does before a backward. torch's group has this method, and programs may replace it."""
-        self.state.begin_backward()
-
     def join(self, state: FSDPState) -> None:
         """Belong to a schedule from now on."""
         self.state = state
@@ -192,6 +190,3 @@ class ParamGroup(NamedGroup):
 
     def rename(self, name: str) -> None:
         super().rename(name + self.suffix)
-
-    def set_label(self, label: str) -> None:
-        self.label = self.transport.label = label

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class FSDPParam(core.FSDPParam):
-    """A parameter.
+    """The core's parameter, and what features note about it.
 
     Attributes:
         group: its group. told: the warnings that were given.
@@ -130,7 +130,10 @@ class FSDPParam(core.FSDPParam):
         super().to_unsharded()
 
     def free_whole(self) -> None:
-        """Give back the memory of the whole parameter, unless another library has it, too: then torch refuses to free it."""
+        """Drop the larger shard, and give back the memory of the whole parameter, unless `keeps_memory`.
+
+        If another library has the memory, too, torch refuses to free it. Then it stays, with a warning.
+        """
         self.larger = None
         if self.keeps_memory:
             return

@@ -1,6 +1,7 @@
 """`fully_shard` with all its arguments.
 
-It does the same as the core's `fully_shard` (`core.api`), and calls each feature by its name.
+It has the same steps as the core's `fully_shard` (`core.api`). Between them it calls the features that have a part in building. The
+schedule, the group and the parameter call the others.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def fully_shard(
         UnsupportedError: an argument asks for something that is not built.
         StateError: there is no process group.
 
-        After any of these errors, the module is unchanged: all checks come first.
+        After any of these errors, the module is unchanged: all checks come first. Process groups that were made for a mesh stay.
 
     For example:
 
@@ -199,7 +200,7 @@ def groups_of(
         groups.append(group)
     if len(groups) > 1:
         for group, suffix in zip(groups, suffixes_of([group.mesh for group in groups], over), strict=True):
-            group.suffix, group.shards, group.transport.shards = suffix, group.mesh.size, group.mesh.size
+            group.suffix, group.transport.shards = suffix, group.mesh.size
             group.rename(name)
     return groups
 

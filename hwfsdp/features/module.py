@@ -1,6 +1,7 @@
 """The class of sharded modules, and functions on them.
 
-The methods have the same names, arguments and meanings as in torch's `FSDPModule`, version 2.15. A method with the argument
+The methods have the names and arguments of torch's `FSDPModule`, version 2.15. They have the same effects, with three exceptions:
+`set_symm_mem_for_comm` raises an error, `_set_unshard_async_op` does nothing, and a divide factor divides after the sum. A method with the argument
 `recurse` also applies to all sharded modules below. Every other method applies to the module's own groups or, where it says so, to the
 whole model.
 """
@@ -124,12 +125,14 @@ class FSDPModule(api.FSDPModule, Module):
         self._state().backward_prefetch = checked_states(modules, "set_modules_to_backward_prefetch")
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Set what the next forward's gathers wait for, instead of everything on the current stream. Call it on the root.
+        """Set what the next forward's gathers wait for, instead of everything on the current stream.
+
+        Before the first forward, call it on the root. Afterwards, it counts for the whole model.
 
         Args:
             event: recorded after the optimizer step. It counts for one forward.
         """
-        self._state().post_optim_event = event
+        self._state().root_state.post_optim_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many reductions may be in flight. Each holds a buffer of its group's gradients.
@@ -156,7 +159,10 @@ class FSDPModule(api.FSDPModule, Module):
     # --- gradients ---
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Choose whether the next backward waits for its reductions at its end; False if another backward follows at once."""
+        """Choose whether each backward of the whole model ends the iteration: it waits for all reductions, and forgets the order.
+
+        Set it to False before all backwards of an iteration but the last.
+        """
         self._state().root.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

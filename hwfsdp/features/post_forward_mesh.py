@@ -103,7 +103,7 @@ _smaller: WeakKeyDictionary[Any, dict[tuple[DeviceMesh, int], ShardMesh]] = Weak
 
 
 def post_forward_mesh(mesh: ShardMesh, size: int) -> ShardMesh:
-    """Return a mesh of the same ranks that shards over each `size` consecutive ones; it is made once per process group.
+    """Return a mesh of the same ranks that shards over each `size` consecutive ones. It is made once for each mesh and size.
 
     Raises:
         UsageError: `size` does not divide the number of shards.

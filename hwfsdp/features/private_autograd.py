@@ -75,7 +75,7 @@ def writes_to(tensors: Sequence[Tensor]) -> list[int]:
     return [t._version + t._local_tensor._version if type(t) is DTensor else t._version for t in tensors]
 
 
-def with_new_memory(params: Iterable[FSDPParam]) -> list[FSDPParam]:
+def find_new_memory(params: Iterable[FSDPParam]) -> list[FSDPParam]:
     """Return the parameters whose shard has other memory than at the last gather, if there was one. Remember the memory."""
     found = []
     for param in params:

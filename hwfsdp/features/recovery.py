@@ -81,10 +81,6 @@ def break_off_left_over(state: FSDPState) -> None:
 
 def clear_up(root: FSDPState) -> None:
     """Before an iteration: have the shards that the optimizer left, and nothing left of an earlier iteration."""
-    if not root.root.states:
-        with no_autograd():
-            root.become_root()
-        root.stepped = any(state.stepped for state in root.states)
     if (root.comm_ctx.callbacks or root.root.forward_root) and not in_backward():
         root.break_off()
     free_stale(root)

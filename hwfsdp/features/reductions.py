@@ -95,7 +95,7 @@ class SettableReducer(Reducer):
         """Queue everything that follows a reduction over the shard axis. The reduction may still be in flight; do not wait for it.
 
         Its result reaches the shards' gradients, or `partial_grads` if `all_reduce_grads` is off. Nothing that is queued may keep
-        `reducing.flat` alive. If work goes on on another stream, its memory is already kept on return, until the backward is over.
+        `reducing.flat` alive. If work continues on another stream, the context keeps the memory of the result (`FSDPCommContext.hold`).
 
         Returns:
             An event after which `reducing.flat` may be reused.

@@ -1,10 +1,10 @@
 """The schedule with all features, in one class.
 
 `FSDPState` derives from the core's schedule. Each of its methods is a moment of a step, or something that a program asks for. A
-method reads from top to bottom: it calls the method of the core, and each feature that has a part in this moment by its name.
-The features are modules of functions. What a feature notes about a state is an attribute that is declared here.
+method calls the core's method, and each feature that has a part in this moment by its name. The core's method calls further methods
+of this class. `core.state` has the order of a whole step, so read it first.
 
-Before reading this file, read `core.state`.
+The features are modules of functions. What a feature notes about a state is an attribute that is declared here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class FSDPState(NamedState):
             gathered (`recovery`). From the first forward on, only the root's value counts.
         handled: the id of the exception that was being handled when the forward began; a later exception has another id.
         accumulated: True if the last backward that ended left gradients that are not reduced over all ranks.
-        is_read_later: True while a forward ends whose caller may still read the parameters (`entries`).
         hid_outputs: True if the module has returned an object of an unknown class since the last backward.
         forwards: if the group has frozen parameters, the numbers of the nodes that its forwards made: since the last iteration that
             ended, and of a few before, whose graphs may have been retained.
@@ -63,8 +62,6 @@ class FSDPState(NamedState):
             before the check.
     """
 
-    always_call = True
-
     comm_ctx: FSDPCommContext
     groups: list[ParamGroup]  # type: ignore[assignment]  # of the module, one for each mesh
 
@@ -72,7 +69,7 @@ class FSDPState(NamedState):
     backward_prefetch: Sequence[FSDPState] = ()
     post_optim_event: torch.Event | None = None
     max_reductions = 1
-    manual = is_open = stepped = accumulated = is_read_later = hid_outputs = False
+    manual = is_open = stepped = accumulated = hid_outputs = False
     handled = first_node = backwards_before = 0
     stage_checked: list[bool | None] | None = None
 
@@ -129,7 +126,8 @@ class FSDPState(NamedState):
     def begin_iteration(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Begin the outermost forward."""
         refuse_tracing(self)
-        recovery.clear_up(self)  # becomes the root, if this is the first forward
+        self.ensure_root()
+        recovery.clear_up(self)
         for each in self.states:  # after a KeyboardInterrupt, forwards are listed that did not end
             each.running = each.running[-1:] if each is self else []
             warn_of_old_values(each.groups)
@@ -190,15 +188,15 @@ class FSDPState(NamedState):
                 self.running.pop().give_back()
 
     def end_forward(self, output: Any) -> Any:
-        """End the forward. The groups ask `is_read_later` whether they free their parameters."""
-        self.is_read_later = entries.is_read_later(self, output)
-        try:
-            output = super().end_forward(output)
-        finally:
-            self.is_read_later = False
+        """End the forward of the group."""
+        output = super().end_forward(output)
         entries.note_end(self, output)
         self.to_run.clear()
         return output
+
+    def is_read_later(self, output: Any) -> bool:
+        """True if the output has a parameter, or is a generator, which computes later."""
+        return bool(self.groups) and (isinstance(output, entries.LAZY) or entries.has_parameter(output))
 
     def watch(self, output: Any, before_backward: Callable[[], None]) -> Any:
         """Watch what the module wrote into containers of its arguments, too."""
@@ -222,14 +220,8 @@ class FSDPState(NamedState):
     # --- backward ---
 
     def pre_backward(self) -> None:
-        """Autograd calls this once per output. The group's method of the same name is called once per backward, as torch does."""
+        """Prepare the module's backward. Autograd calls this once per output."""
         follow_profiler()
-        if self.groups and self.phase is not Phase.PRE_BACKWARD:
-            self.groups[0].pre_backward()  # which calls `begin_backward`; a program may replace it
-        else:
-            super().pre_backward()
-
-    def begin_backward(self) -> None:
         super().pre_backward()
 
     def enter_backward(self, *_: Any) -> None:
@@ -324,7 +316,8 @@ class FSDPState(NamedState):
         super().become_root()
         for each in self.states:
             for group in each.groups:
-                group.set_label("" if each is self else each.name)
+                group.transport.label = "" if each is self else each.name
+        self.stepped = any(each.stepped for each in self.states)
         note_outermost(self.modules[0])
         self.share_max_reductions()
         self.name_for_other_ranks()

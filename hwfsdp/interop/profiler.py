@@ -71,7 +71,9 @@ def shown(name: str, of: Any) -> AbstractContextManager[Any]:
     if name == "post_backward_rs_wait" and len(of.comm_ctx.reducing) < of.comm_ctx.max_reductions:
         return NOTHING
     nameless = name in _NAMELESS or name == "finish_backward"
-    shards = 0 if name.endswith("_prefetch") else getattr(of, "shards", 0)  # set for several groups
+    shards = (
+        0 if name.endswith("_prefetch") else getattr(transport_of(of), "shards", 0)
+    )  # set for several groups
     return profiler_range(_NAMES.get(name, name), "" if nameless else label_of(of), shards)
 
 
@@ -91,12 +93,17 @@ def is_left_out(name: str, state: FSDPState) -> bool:
 
 def label_of(of: Any) -> str:
     """Return torch's name for the module of a state, a group or a transport; the core's have no label."""
-    named = of.groups[0] if isinstance(of, FSDPState) and of.groups else of
-    return getattr(named, "label", None) or ""
+    return getattr(transport_of(of), "label", None) or ""
+
+
+def transport_of(of: Any) -> Any:
+    """Return the transport of a state's first group, or of a group. A state without groups has none."""
+    group = of.groups[0] if isinstance(of, FSDPState) and of.groups else of
+    return getattr(group, "transport", group)
 
 
 class ProfilerRanges:
-    """The observer."""
+    """Show the moments as FSDP2's ranges and messages."""
 
     def moment(
         self, name: str, of: Any, stream: str, reads: Sequence[Tensor], writes: Sequence[Tensor]

@@ -10,11 +10,12 @@
         _pre_forward, _post_forward                         its forward hooks; with `_hook_handle`, the handles that remove them
         _fsdp_param_groups, _fsdp_param_group               its groups, one for each mesh
             fsdp_params                                     of each: sharded_param, unsharded_param, _unsharded_param
-            pre_backward(), post_backward()                 gather; reduce, or accumulate
+            pre_backward(), post_backward()                 set dtypes of gradients; reduce, or accumulate
 
-This module only gives torch's names to things that exist anyway. If a stage recognizes a module as torch's own, it switches
+Most of these are only other names of things that exist anyway. If a stage recognizes a module as torch's own, it switches
 reductions off for all of its micro-batches, and reduces once. torch's memory tracker replaces the forward hooks, and two methods
-of a group, by functions of its own. So the schedule calls these by the names that the tracker replaces.
+of a group, by functions of its own. So the schedule calls these by the names that the tracker replaces, and there are handles that
+remove the hooks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hwfsdp import compat
-from hwfsdp.core.private_torch import no_autograd
 from hwfsdp.core import group
 from hwfsdp.core.param import FSDPParam, ShardedState
 from hwfsdp.core.state import FSDPState
@@ -42,7 +42,7 @@ def renamed(path: str) -> property:
 class NamedGroup(group.ParamGroup):
     """Attributes of groups that programs read or set, by torch's names."""
 
-    _module_fqn = property(attrgetter("label"))
+    _module_fqn = property(attrgetter("transport.label"))
     _all_gather_comm = renamed("transport.gather")
     _reduce_scatter_comm = renamed("transport.scatter")
     gradient_divide_factor = renamed("reducer.divide_factor")
@@ -110,10 +110,7 @@ class NamedState(FSDPState):
         return self.root.states[0] is self if self.root.states else None
 
     def _lazy_init(self) -> None:
-        """Become the root, as the first forward does. Do nothing if there is a root."""
-        if not self.root.states:
-            with no_autograd():
-                self.become_root()
+        self.ensure_root()
 
     @property
     def _state_ctx(self) -> SharedView:
