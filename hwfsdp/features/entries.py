@@ -12,8 +12,8 @@ Below the outputs, the hooks of the schedule suffice, with three exceptions, in 
 node): a module returned an object of an unknown class; a module ran twice, because its second forward may have used tensors of its
 first one; or a backward ran inside the forward. A graph that does not pass through a sharded model is walked whole.
 
-Frozen parameters have no node in the graph. A node may use them if the forward of their module made it: autograd numbers its
-nodes.
+Frozen parameters have no node in the graph. A node may use them if the forward of their module made it: autograd numbers the nodes
+of each thread.
 
 Parameters stay whole after a forward whose caller still needs them (`FSDPState.is_read_later`).
 """
@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,14 @@ LAZY = (Iterator, AsyncIterator, Awaitable)
 
 _with_frozen: Living[FSDPState] = Living()
 
+
+class Made(NamedTuple):
+    """The nodes that a forward made: the thread, and the numbers that it gave them."""
+
+    thread: threading.Thread
+    nodes: range
+
+
 # --- Moments of a forward --------------------------------------------------------------------------------------
 
 
@@ -66,7 +75,8 @@ def note_end(state: FSDPState, output: Any) -> None:
         state.hid_outputs |= may_hide_tensors(output)
         if not all([p.sharded_param.requires_grad for group in state.groups for p in group.params]):
             _with_frozen.add(state)
-            state.forwards.append(range(state.first_node, private_autograd.next_node_number()))
+            made = range(state.first_node, private_autograd.next_node_number())
+            state.forwards.append(Made(threading.current_thread(), made))
 
 
 def mark_outputs(root: FSDPState, output: Any) -> None:
@@ -169,6 +179,12 @@ def owner(node: Node) -> FSDPState | None:
 
 
 def forwards_with_frozen() -> list[tuple[range, FSDPState]]:
-    """Return the numbers of the nodes that forwards with frozen parameters made, with their states, in the order of these forwards."""
-    found = [(forward, state) for state in _with_frozen.listed() for forward in state.forwards]
+    """Return the numbers of the nodes that this thread's forwards with frozen parameters made, with their states, the oldest first."""
+    thread = threading.current_thread()  # the number of a thread that ended may be given again
+    found = [
+        (made.nodes, state)
+        for state in _with_frozen.listed()
+        for made in state.forwards
+        if made.thread is thread
+    ]
     return sorted(found, key=lambda each: each[0].start)

@@ -55,8 +55,8 @@ class FSDPState(NamedState):
         handled: the id of the exception that was being handled when the forward began; a later exception has another id.
         accumulated: True if the last backward that ended left gradients that are not reduced over all ranks.
         hid_outputs: True if the module has returned an object of an unknown class since the last backward.
-        forwards: if the group has frozen parameters, the numbers of the nodes that its forwards made: since the last iteration that
-            ended, and of a few before, whose graphs may have been retained.
+        forwards: if the group has frozen parameters, the nodes that its forwards made: since the last iteration that ended, and in a few
+            before, whose graphs may have been retained.
         first_node, backwards_before: where the forward in progress began: the number of its first node, and of backwards before it.
         stage_checked: for each group below, `reshard_after_forward` when the pipeline stage was checked (`interop.pipelines`). None
             before the check.
@@ -85,7 +85,7 @@ class FSDPState(NamedState):
     ) -> None:
         self.running: list[RunningForward] = []
         self.to_run: set[nn.Module] = set()
-        self.forwards: deque[range] = deque(maxlen=entries.PENDING)
+        self.forwards: deque[entries.Made] = deque(maxlen=entries.PENDING)
         super().__init__(modules, groups, comm_ctx, policy, device, auto_reshard, name)
         for group in groups:
             group.join(self)

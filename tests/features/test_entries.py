@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from hwfsdp import StateError
+from hwfsdp.features.schedule import FSDPState
 from hwfsdp.errors import CopyRefusedError, MissingParameterError, RuntimeRefusedError, UnsupportedError
 from oracles import Trace, differences, other_gradients, ours
 from together import Together
@@ -190,6 +193,27 @@ def said(error: type[Exception], action: Callable[[], Any], *words: str) -> list
     with pytest.raises(error) as caught:
         action()
     return [f"{word!r} not in {caught.value}" for word in words if word not in str(caught.value)]
+
+
+@two.finds([])
+def a_backward_of_another_thread_enters_no_module_with_frozen_parameters() -> list[str]:
+    """Each thread numbers the nodes of its graphs from 0, so the same numbers mean other nodes."""
+    model: Any = sharded(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+    entered: list[str] = []
+
+    def backward_of_another_graph() -> None:
+        x = torch.ones(4, requires_grad=True)
+        y = x
+        for _ in range(40):
+            y = y + x
+        with mock.patch.object(FSDPState, "pre_backward", lambda state: entered.append(state.name)):
+            y.sum().backward()
+
+    for run in (lambda: model(torch.ones(2, 4)), backward_of_another_graph):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    return entered
 
 
 @two.finds([])

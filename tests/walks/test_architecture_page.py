@@ -93,9 +93,7 @@ def test_the_feature_of_the_page_clamps_each_element_of_the_mean_gradient_and_re
 # --- The drawing ---------------------------------------------------------------------------------------------
 
 # what features share is not drawn
-SHARED = set(
-    "fully_shard schedule module feature_group feature_param lookup private_autograd".split()
-)
+SHARED = set("fully_shard schedule module feature_group feature_param lookup private_autograd".split())
 
 
 def test_the_drawing_names_every_feature() -> None:
