@@ -7,7 +7,8 @@ other transports, the ranks exchange it before the call if `TORCH_DISTRIBUTED_DE
 
 Note [Which groups belong together]
     A rank may give its modules other names, call `fully_shard` in another order, or shard a model that other ranks do not have.
-    None of this is an error. So two groups differ if the shapes of their parameters differ, or if all of these signs agree:
+    None of this is an error. So two groups differ if the shapes of their parameters differ, if they have the same names of parameters
+    in another order, or if all of these signs agree:
 
     - they have other places in the order of `fully_shard` calls over these ranks,
     - the ranks have made the same number of these calls, so the places can be compared,
@@ -27,6 +28,8 @@ import torch.distributed as dist
 
 from hwfsdp import compat
 
+NamedShape = tuple[str, tuple[int, ...]]
+
 _members: WeakKeyDictionary[dist.ProcessGroup, list[ref[Member]]] = WeakKeyDictionary()
 
 
@@ -37,6 +40,7 @@ class Identity(NamedTuple):
         place: its place in the order of `fully_shard` calls, from 1. made: the number of these calls so far.
         model: the first place of its model's groups, or its own place before the first forward.
         name, shapes: checksums of its name and of its parameters' shapes.
+        params, order: checksums of its parameters' names, sorted and in their order.
     """
 
     place: int = 0
@@ -44,25 +48,43 @@ class Identity(NamedTuple):
     model: int = 0
     name: int = 0
     shapes: int = 0
+    params: int = 0
+    order: int = 0
 
-    def belongs_to(self, other: Identity) -> bool:
-        """True unless the two groups differ (Note [Which groups belong together])."""
+    def difference(self, other: Identity) -> str | None:
+        """Return in what the two groups differ, in words; None if they belong together (Note [Which groups belong together])."""
+        if self.shapes != other.shapes:
+            return "their parameters have other shapes"
+        if self.params == other.params and self.order != other.order:
+            return "they have the same parameters in another order"
         fit = self.place == other.place or self.made != other.made
-        return self.shapes == other.shapes and (fit or (self.model, self.name) == (other.model, other.name))
+        return (
+            None if fit or (self.model, self.name) == (other.model, other.name) else "they are other modules"
+        )
 
 
 class Member:
     """A parameter group among those that are sharded over the ranks of `group`. None: a call outside of parameter groups.
 
+    Args:
+        params: the names of its parameters in their module, and their shapes.
+
     Attributes:
         place: see `Identity`. fqn: the group's name.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, fqn: str = "", shapes: object = ()) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        fqn: str = "",
+        params: Sequence[NamedShape] = (),
+    ) -> None:
         self._all: list[ref[Member]] = [] if group is None else _members.setdefault(group, [])
         if group is not None:
             self._all.append(ref(self))
-        self.place, self._shapes = len(self._all), _checksum(shapes)
+        self.place = len(self._all)
+        names, shapes = [name for name, _ in params], [shape for _, shape in params]
+        self._params = _checksum(shapes), _checksum(sorted(names)), _checksum(names)
         self.rename(fqn, self.place)
 
     def rename(self, fqn: str, model: int) -> None:
@@ -74,7 +96,7 @@ class Member:
         """The identity that travels with the next call."""
         if not self.place:
             return Identity()
-        return Identity(self.place, len(self._all), self._model, self._name, self._shapes)
+        return Identity(self.place, len(self._all), self._model, self._name, *self._params)
 
     def compare(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Exchange the identities of the groups with which the ranks of `group` call their next collective.
@@ -89,10 +111,10 @@ class Member:
 
     def check(self, other: Identity, own_rank: int, rank: int) -> None:
         """Raise RuntimeError if `rank` calls a collective with another parameter group than `own_rank`, this rank."""
-        if not self.identity.belongs_to(other):
-            own = self._described(self.identity)
+        if difference := self.identity.difference(other):
+            own, others = self._described(self.identity), self._described(other)
             raise RuntimeError(
-                f"ranks call it with different parameter groups: rank {own_rank} with {own}, rank {rank} with {self._described(other)}"
+                f"ranks call it with different parameter groups: rank {own_rank} with {own}, rank {rank} with {others}; {difference}"
             )
 
     def _described(self, identity: Identity) -> str:

@@ -239,7 +239,7 @@ class _Record(NamedTuple):
     identity: Identity
 
 
-_LAYOUT = struct.Struct("=7q5I")
+_LAYOUT = struct.Struct("=7q7I")
 _NO_GROUP = Member()
 _OPS = ("all_gather", "reduce_scatter by sum", "reduce_scatter by mean")
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)

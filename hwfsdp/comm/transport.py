@@ -22,7 +22,7 @@ from hwfsdp import compat
 from hwfsdp.comm import flight_recorder, shared_memory
 from hwfsdp.comm.desync_report import Report, describe_divergence, place_in
 from hwfsdp.comm.flight_recorder import Note, State, begin
-from hwfsdp.comm.group_identity import Member, here
+from hwfsdp.comm.group_identity import Member, NamedShape, here
 from hwfsdp.comm.ring import ring_all_gather, ring_reduce_scatter
 from hwfsdp.core.private_torch import all_gather_single, no_autograd, reduce_scatter_single
 from hwfsdp.core.observer import moment
@@ -249,15 +249,15 @@ class GroupTransport(Transport):
             of ranks if the module has several groups; else 0.
 
     Args:
-        name: the group's name. shapes: the shapes of its parameters.
+        name: the group's name. params: see `Member`.
     """
 
     label: str | None = None
     shards = 0
 
-    def __init__(self, ranks: Axis, device: torch.device, name: str = "", shapes: object = ()) -> None:
+    def __init__(self, ranks: Axis, device: torch.device, name: str, params: Sequence[NamedShape]) -> None:
         super().__init__(ranks, device)
-        self.name, self.member = name, Member(ranks.group, name, shapes)
+        self.name, self.member = name, Member(ranks.group, name, params)
         self._is_compared = ranks.group is not None and compat.collectives_are_checked()
         self.gather: AllGather = DefaultAllGather(ranks.group)
         self.scatter: ReduceScatter = DefaultReduceScatter(ranks.group)

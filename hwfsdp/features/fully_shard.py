@@ -192,7 +192,9 @@ def groups_of(
     groups = []
     for members in by_mesh(params):
         mesh = members[0].mesh
-        transport = GroupTransport(mesh.shard, mesh.device, name, [tuple(p.layout.shape) for p in members])
+        transport = GroupTransport(
+            mesh.shard, mesh.device, name, [(p.name, tuple(p.layout.shape)) for p in members]
+        )
         smaller = mesh if isinstance(after_forward, bool | None) else post_forward_mesh(mesh, after_forward)
         group = ParamGroup(name, members, mesh, comm_ctx, transport, SettableReducer())
         group.smaller = None if smaller is mesh else smaller

@@ -43,7 +43,7 @@ def ones(rows: int = 2, columns: int = 4) -> torch.Tensor:
 # --- Groups that differ --------------------------------------------------------------------------------------
 
 GROUP = r"'[^']*', number \d of the \d groups over these ranks"
-DIFFER = rf"with different parameter groups: rank {{}} with {GROUP}, rank {{}} with {GROUP}"
+DIFFER = rf"with different parameter groups: rank {{}} with {GROUP}, rank {{}} with {GROUP}; (they|their) "
 
 
 def differs(run: Callable[[], Any]) -> Callable[[], Any]:
@@ -91,6 +91,24 @@ def the_ranks_reduce_the_gradients_of_other_blocks() -> None:
 def parameters_of_other_shapes_have_as_many_bytes() -> None:
     size = (2, 8) if dist.get_rank() else (8, 2)
     on_new_ranks()(linear(1.0, *size))(ones(2, size[1]))
+
+
+class Pair(nn.Module):
+    """Two parameters of the same shape. Ranks may register them in another order."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.ones(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.first + self.second
+
+
+@differs
+def the_ranks_register_parameters_in_another_order() -> None:
+    names = ("first", "second")
+    on_new_ranks()(Pair(*names[:: -1 if dist.get_rank() else 1]))(ones())
 
 
 # --- Groups that belong together ------------------------------------------------------------------------------
