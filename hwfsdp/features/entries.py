@@ -92,7 +92,7 @@ def mark_outputs(root: FSDPState, output: Any) -> None:
 def is_entered_below(root: FSDPState) -> bool:
     """True if a backward may enter a module below the outputs of this forward, but not through outputs of its own."""
     ran = root.comm_ctx.post_forward_order
-    had_backward = root.root.backwards > root.backwards_before
+    had_backward = root.root.backwards > root.root.backwards_before
     return had_backward or len(ran) > len({*ran}) or any([state.hid_outputs for state in root.states])
 
 

@@ -1,4 +1,7 @@
-"""The group that features work with, and what groups share: the core's, with what features attach to them."""
+"""The group that features work with, what groups share, and what the states below one root share.
+
+Each class is the core's, with what features note.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,6 @@ from hwfsdp.features.user_changes import check_in_place, keep_changes, watch
 from hwfsdp.interop.torch_view import NamedGroup
 
 if TYPE_CHECKING:
-    from hwfsdp.core.context import RootContext
     from hwfsdp.core.mesh import ShardMesh
     from hwfsdp.features.finalization import GradientReductionHandle
     from hwfsdp.features.hybrid_sharding import HybridMesh
@@ -90,6 +92,29 @@ class FSDPCommContext(context.FSDPCommContext):
             self.streams.reduce_scatter.wait(used)
             self.streams.compute.wait(used)
         self._left.clear()
+
+
+class RootContext(context.RootContext):
+    """The data that the states below one root share. Before the first forward, each state has its own.
+
+    Attributes:
+        is_stale: True if an optimizer has stepped, or an iteration was broken off, since the parameters that are whole now were
+            gathered (`recovery`).
+        handled: the id of the exception that was being handled when the outermost forward began; a later exception has another id.
+        backwards_before: the number of backwards that had ended when the outermost forward began (`entries`).
+        post_optim_event: the event that the next iteration's gathers wait for, instead of all work on compute.
+        manual: True if the caller ends backwards (`finalization`).
+        is_open: True from the first backward of an iteration until its end. Meanwhile, `manual` cannot change.
+        stage_checked: for each group below, `reshard_after_forward` when the pipeline stage was checked (`interop.pipelines`). None
+            before the check.
+    """
+
+    states: list[FSDPState]  # type: ignore[assignment]
+    forward_root: FSDPState | None
+    is_stale = manual = is_open = False
+    handled = backwards_before = 0
+    post_optim_event: torch.Event | None = None
+    stage_checked: list[bool | None] | None = None
 
 
 class ParamGroup(NamedGroup):

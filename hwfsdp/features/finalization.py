@@ -10,6 +10,7 @@ A pipeline runs many backwards as one, and reduces afterwards. So the end of a b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hwfsdp.core.observer import moment
@@ -103,18 +104,18 @@ def close_iteration(root: FSDPState) -> None:
     """Wait for all reductions, and end the iteration."""
     root.end_iteration()
     root.comm_ctx.reduction = None
-    root.is_open = False
+    root.root.is_open = False
 
 
 def check_finalization(state: FSDPState, async_op: bool) -> None:
     """Raise StateError if no backward can be ended now."""
     subject, comm_ctx = "finalize_backward", state.comm_ctx
     groups = [group for each in state.states for group in each.groups]
-    if state.root_state is not state:
+    if not state.is_root:
         raise refused(subject, *_AT_ROOT)
     if comm_ctx.reduction:
         raise refused(subject, *_PENDING)
-    if not state.manual:
+    if not state.root.manual:
         raise refused(
             subject,
             "set_manual_backward_finalization(True) before the forward",
@@ -149,21 +150,21 @@ def check_finalization(state: FSDPState, async_op: bool) -> None:
 def set_manual(state: FSDPState, enabled: bool) -> None:
     """Choose who ends backwards: the caller, or each backward itself."""
     subject = "set_manual_backward_finalization"
-    if state.root_state is not state:
+    if not state.is_root:
         raise refused(subject, *_AT_ROOT)
-    if enabled != state.manual and (in_backward() or state.is_open):
+    if enabled != state.root.manual and (in_backward() or state.root.is_open):
         raise refused(
             subject,
             "a call before the backward",
             "one after it began",
             "Finalize or reset the iteration first.",
         )
-    state.manual = enabled
+    state.root.manual = enabled
 
 
-def check_manual(root: FSDPState) -> None:
-    """Raise StateError if a module below the root was set to manual finalization."""
-    if any(state.manual for state in root.states[1:]):
+def check_manual(root: FSDPState, below: Sequence[FSDPState]) -> None:
+    """Raise StateError if a module below the root was set to manual finalization. `below`: the states below the root, and its own."""
+    if any(state.root.manual for state in below if state is not root):
         raise refused("set_manual_backward_finalization", *_AT_ROOT)
 
 

@@ -132,7 +132,7 @@ class FSDPModule(api.FSDPModule, Module):
         Args:
             event: recorded after the optimizer step. It counts for one forward.
         """
-        self._state().root_state.post_optim_event = event
+        self._state().root.post_optim_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many reductions may be in flight. Each holds a buffer of its group's gradients.

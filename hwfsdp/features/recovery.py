@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from torch import nn
 
-from hwfsdp.core.context import ForwardOrder, RootContext
+from hwfsdp.core.context import ForwardOrder
 from hwfsdp.core.observer import moment
 from hwfsdp.core.private_torch import call_after_backward, in_backward, no_autograd
 from hwfsdp.core.state import Phase
@@ -34,7 +34,7 @@ from hwfsdp.errors import StateError
 from hwfsdp.features.lookup import calls_in_progress
 
 if TYPE_CHECKING:
-    from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
+    from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup, RootContext
     from hwfsdp.features.schedule import FSDPState
 
 
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 def mark_step(groups: Sequence[ParamGroup]) -> None:
     """Mark the models of these groups: an optimizer's step begins or ends, and what was gathered before is stale."""
     for group in groups:
-        group.state.stepped = group.state.root_state.stepped = True
+        group.state.root.is_stale = True
 
 
 def is_stale(state: FSDPState) -> bool:
-    """True if `stepped` was set since the last iteration began. False in a backward: an optimizer may step there for some parameters."""
-    return state.root_state.stepped and not in_backward()
+    """True if what was gathered is stale. False in a backward: an optimizer may step there for some parameters."""
+    return state.root.is_stale and not in_backward()
 
 
 def is_inside_forward(state: FSDPState) -> bool:
@@ -66,7 +66,7 @@ def is_left_over(state: FSDPState) -> bool:
     """True if an exception ended the forward or backward that left this state in its phase, which is not IDLE."""
     if in_backward():
         return state.comm_ctx.backward_broke
-    entered_again = state.phase is Phase.FORWARD and (state.root_state is state or is_stale(state))
+    entered_again = state.phase is Phase.FORWARD and (state.is_root or is_stale(state))
     return bool(state.comm_ctx.callbacks) or (entered_again and not is_inside_forward(state))
 
 
@@ -84,7 +84,7 @@ def clear_up(root: FSDPState) -> None:
     if (root.comm_ctx.callbacks or root.root.forward_root) and not in_backward():
         root.break_off()
     free_stale(root)
-    root.handled = id(sys.exc_info()[1])
+    root.root.handled = id(sys.exc_info()[1])
     for state in root.states:
         if state.phase is Phase.FORWARD:  # a module called by itself has left its group whole
             state.phase = Phase.IDLE
@@ -95,7 +95,7 @@ def clear_up(root: FSDPState) -> None:
 def free_stale(state: FSDPState) -> None:
     """Free what was gathered before the last optimizer step."""
     if is_stale(state):
-        state.root_state.stepped = False
+        state.root.is_stale = False
         for group in state.root.groups or state.groups:
             group.drop_gather()
             group.reshard()
@@ -104,7 +104,7 @@ def free_stale(state: FSDPState) -> None:
 def break_off_raised(state: FSDPState) -> bool:
     """Break off the iteration if an exception leaves the outermost forward, and return True."""
     outermost = state.root.forward_root is state
-    if not outermost or id(sys.exc_info()[1]) == state.handled or in_backward():
+    if not outermost or id(sys.exc_info()[1]) == state.root.handled or in_backward():
         return False
     with moment("post_forward", state):
         state.break_off()
@@ -148,7 +148,7 @@ def reset_iteration(root: FSDPState) -> None:
     Raises:
         StateError: this is not the root.
     """
-    if root.root_state is not root:
+    if not root.is_root:
         raise StateError(
             f"reset_iter_state of {root.name}",
             expected="the root module",
@@ -179,11 +179,11 @@ def end_everything(state: FSDPState) -> None:
     for root in broken:
         root.backwards += 1
     if broken:
-        finish_broken_backward([each for root in broken for each in states_of(root)], comm_ctx)
+        finish_broken_backward([each for root in broken for each in root.states], comm_ctx)
     comm_ctx.callbacks.clear()
     comm_ctx.forget_forwards(keep=0 if broken else state.root.forwards_before)
     for root in {**broken, state.root: None}:
-        end_forwards(root, states_of(root) or state.states)
+        end_forwards(root, root.states or state.states)
 
 
 def end_forwards(root: RootContext, states: Sequence[FSDPState]) -> None:
@@ -197,12 +197,7 @@ def end_forwards(root: RootContext, states: Sequence[FSDPState]) -> None:
             for group in state.groups:
                 group.reshard()
     root.forward_root = None
-    states[0].stepped, states[0].is_open = True, False
-
-
-def states_of(root: RootContext) -> list[FSDPState]:
-    """Return the states below a root."""
-    return cast("list[FSDPState]", root.states)
+    root.is_stale, root.is_open = True, False
 
 
 def has_accumulated(group: ParamGroup) -> bool:

@@ -28,7 +28,7 @@ from hwfsdp.features import entries, finalization, module_lists, param_meshes, r
 from hwfsdp.features.advice import note_outermost
 from hwfsdp.features.checks import check_ready, check_root, refuse_tracing
 from hwfsdp.features.containers import RunningForward, put
-from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup
+from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup, RootContext
 from hwfsdp.features.lookup import all_groups
 from hwfsdp.features.user_changes import warn_of_old_values
 from hwfsdp.features.whole import explain_in_forward
@@ -42,36 +42,27 @@ class FSDPState(NamedState):
 
     Attributes:
         forward_prefetch, backward_prefetch: states whose groups are gathered next. If empty, the expected group is gathered.
-        post_optim_event: the event that the next iteration's gathers wait for, instead of all work on compute. Only the root's
-            value counts.
         max_reductions: the number of reductions that may be in flight. Of the states whose groups share streams, the largest number
             counts.
         running: the forwards of the module that have not ended; usually one (`containers`).
         to_run: of a list of modules, those that must still run before the forward in progress ends (`module_lists`).
-        manual: True if the caller ends backwards (`finalization`). Only the root's value counts.
-        is_open: True from the first backward of an iteration until its end. Meanwhile, `manual` cannot change. Only the root's counts.
-        stepped: True if an optimizer has stepped, or an iteration was broken off, since the parameters that are whole now were
-            gathered (`recovery`). From the first forward on, only the root's value counts.
-        handled: the id of the exception that was being handled when the forward began; a later exception has another id.
         accumulated: True if the last backward that ended left gradients that are not reduced over all ranks.
         hid_outputs: True if the module has returned an object of an unknown class since the last backward.
         forwards: if the group has frozen parameters, the nodes that its forwards made: since the last iteration that ended, and in a few
             before, whose graphs may have been retained.
-        first_node, backwards_before: where the forward in progress began: the number of its first node, and of backwards before it.
-        stage_checked: for each group below, `reshard_after_forward` when the pipeline stage was checked (`interop.pipelines`). None
-            before the check.
+        first_node: the number of the first node of the forward in progress.
     """
+
+    root: RootContext
 
     comm_ctx: FSDPCommContext
     groups: list[ParamGroup]  # type: ignore[assignment]  # of the module, one for each mesh
 
     forward_prefetch: Sequence[FSDPState] = ()
     backward_prefetch: Sequence[FSDPState] = ()
-    post_optim_event: torch.Event | None = None
     max_reductions = 1
-    manual = is_open = stepped = accumulated = hid_outputs = False
-    handled = first_node = backwards_before = 0
-    stage_checked: list[bool | None] | None = None
+    accumulated = hid_outputs = False
+    first_node = 0
 
     def __init__(
         self,
@@ -87,18 +78,19 @@ class FSDPState(NamedState):
         self.to_run: set[nn.Module] = set()
         self.forwards: deque[entries.Made] = deque(maxlen=entries.PENDING)
         super().__init__(modules, groups, comm_ctx, policy, device, auto_reshard, name)
+        self.root = RootContext()
         for group in groups:
             group.join(self)
 
     @property
     def states(self) -> list[FSDPState]:
         """The states below the root, the root's first. As long as there is no root: only this state."""
-        return self.root.states or [self]  # type: ignore[return-value]
+        return self.root.states or [self]
 
     @property
-    def root_state(self) -> FSDPState:
-        """The state of the root. As long as there is no root: this state."""
-        return self.root.states[0] if self.root.states else self  # type: ignore[return-value]
+    def is_root(self) -> bool:
+        """True for the state of the root. As long as there is no root: for each state."""
+        return self.states[0] is self
 
     # --- before a forward ---
 
@@ -131,14 +123,14 @@ class FSDPState(NamedState):
         for each in self.states:  # after a KeyboardInterrupt, forwards are listed that did not end
             each.running = each.running[-1:] if each is self else []
             warn_of_old_values(each.groups)
-        self.backwards_before = self.root.backwards
+        self.root.backwards_before = self.root.backwards
         args, kwargs = super().begin_iteration(args, kwargs)
         check_stage(self)
         return args, kwargs
 
     def wait_for_optimizer(self) -> None:
         """Let gathers wait for what the optimizer has issued, or for the event that the user has set."""
-        root, streams = self.root_state, self.comm_ctx.streams
+        root, streams = self.root, self.comm_ctx.streams
         if root.post_optim_event is None:
             super().wait_for_optimizer()
             return
@@ -230,7 +222,7 @@ class FSDPState(NamedState):
             self.pre_backward()
 
     def queue_final_callback(self) -> None:
-        self.root_state.is_open = True
+        self.root.is_open = True
         recovery.call_at_end(self, (self.root, None), self.finish_backward)
 
     def note_backward_and_predict(self) -> list[core.ParamGroup]:
@@ -273,14 +265,13 @@ class FSDPState(NamedState):
 
     def finish_backward(self) -> None:
         """End the iteration, or leave it open if the caller ends it. Autograd calls this when a backward is over."""
-        root = self.root_state
-        if root.manual and root.is_open:
+        if self.root.manual and self.root.is_open:
             with moment("finish_backward", self):
-                finalization.leave_open(root)
+                finalization.leave_open(self)
             return
         super().finish_backward()
         if self.root.is_last_backward:
-            root.is_open = False
+            self.root.is_open = False
 
     def finish_states(self) -> None:
         """End a backward. The forward around it goes on, if there is one."""
@@ -291,7 +282,7 @@ class FSDPState(NamedState):
 
     def forward_around(self) -> FSDPState | None:
         """Return the state of the outermost forward, if this backward ran inside it. None for a recomputation that was cut short."""
-        outermost = cast("FSDPState | None", self.root.forward_root)
+        outermost = self.root.forward_root
         return outermost if outermost is not None and outermost.running else None
 
     def states_to_finish(self) -> list[FSDPState]:
@@ -313,22 +304,19 @@ class FSDPState(NamedState):
             StateError, UsageError: the model cannot run. Then it has no root yet: the user may correct it and try again.
         """
         check_root(self)
+        below = cast("list[FSDPState]", self.name_states())  # errors have these names
+        finalization.check_manual(self, below)
+        for group in [group for each in below for group in each.groups]:
+            group.adopt_registered()
+            check_ready(group)
+        self.root.is_stale = any(each.root.is_stale for each in below)
         super().become_root()
         for each in self.states:
             for group in each.groups:
                 group.transport.label = "" if each is self else each.name
-        self.stepped = any(each.stepped for each in self.states)
         note_outermost(self.modules[0])
         self.share_max_reductions()
         self.name_for_other_ranks()
-        try:
-            for each in self.states:
-                for group in each.groups:
-                    check_ready(group)
-            finalization.check_manual(self)
-        except (StateError, UsageError):
-            self.root.states = []
-            raise
 
     def follow(self, root: state.FSDPState) -> None:
         """Belong to the model of this root, and share its streams.

@@ -33,7 +33,7 @@ def check_stage(root: FSDPState) -> None:
     stages = sys.modules.get(_STAGES)  # None: not imported, so there is no stage
     if stages is None or not torch.is_grad_enabled():
         return
-    if root.stage_checked != [group.reshard_after_forward for group in root.root.groups]:
+    if root.root.stage_checked != [group.reshard_after_forward for group in root.root.groups]:
         look_up_stage(root, stages)
 
 
@@ -55,7 +55,7 @@ def look_up_stage(root: FSDPState, stages: ModuleType) -> None:
             f"torch's pipeline stage takes {root.name!r} for a module that is not sharded, and lets it reduce its gradients once "
             f"per micro-batch. {_INSTALL}"
         )
-    root.stage_checked = [group.reshard_after_forward for group in root.root.groups]
+    root.root.stage_checked = [group.reshard_after_forward for group in root.root.groups]
 
 
 def check_split(root: FSDPState, module: nn.Module, known: bool, schedule: str) -> None:
