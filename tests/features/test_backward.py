@@ -29,11 +29,13 @@ from oracles import (
     Training,
     accumulate,
     compare_traffic,
+    fresh,
     ours,
     recorded_steps,
     sharded_modules,
     theirs,
     walk,
+    wrap,
 )
 
 
@@ -287,6 +289,24 @@ def give_event(training: Training, make_event: Callable[[], Any]) -> None:
             (training.model, training.model.blocks[0])[seed // 2].set_post_optim_event(make_event())
     training.keep_params()
 
+
+def given_to_a_part() -> dict[str, list[str]]:
+    """Check that the next forward uses an event that a part of a model got after the first forward, as in FSDP2."""
+    used = []
+    for library in (theirs, ours):
+        model = wrap(fresh(models.stem), library)
+        state = model._get_fsdp_state()
+        shared = state._state_ctx if library is theirs else state.root
+        for event in (None, torch.Event("cpu")):
+            if event:
+                model.blocks[0].set_post_optim_event(event)
+            before = shared.post_optim_event
+            model(*model.inputs(4, 0)).sum().backward()
+            used.append((before is event, shared.post_optim_event is None))
+    return {"used": [f"{used}"] * (used != [(True, True)] * 4)}
+
+
+PROMISES.add("an event given to a part of a model counts for the model", {"to a block": given_to_a_part})
 
 # --- One launch for all these switches ---------------------------------------------------------------------
 
