@@ -23,7 +23,7 @@ from hwfsdp.features.feature_param import FSDPParam
 from hwfsdp.features.lookup import remember
 from hwfsdp.features.post_forward_mesh import POST_FORWARD, keep_larger_shards, over_fewer
 from hwfsdp.features.private_autograd import plain_class, find_new_memory
-from hwfsdp.features.user_changes import check_in_place, keep_changes, watch
+from hwfsdp.features.user_changes import Seen, check_in_place, keep_changes, watch
 from hwfsdp.interop.torch_view import NamedGroup
 
 if TYPE_CHECKING:
@@ -124,11 +124,15 @@ class ParamGroup(NamedGroup):
         state: the schedule of its module.
         suffix: what comes after the module's name in its name, if the module has groups over several meshes: the axes or the size
             of its mesh; "" on the mesh of the call.
+        seen, has_stepped: what FSDP has seen of the parameters, and whether an optimizer has stepped, since they were gathered
+            (`user_changes`).
         smaller: the mesh over which parameters stay sharded after forward (`post_forward_mesh`); None: the whole mesh.
     """
 
     state: FSDPState
     suffix = ""
+    seen: Seen
+    has_stepped = False
     smaller: ShardMesh | None = None
 
     mesh: HybridMesh
@@ -159,7 +163,7 @@ class ParamGroup(NamedGroup):
                     param.free_whole()
             self.drop_gather()
             raise
-        watch(self.params)
+        watch(self)
 
     @property
     def gather_transport(self) -> GroupTransport:
@@ -181,7 +185,7 @@ class ParamGroup(NamedGroup):
             with no_autograd():
                 self.wait_for_gather()
                 self.drop_gather()
-        keep_changes([param for param in self.params if param.state is ShardedState.UNSHARDED])
+        keep_changes(self)
         super().reshard()
 
     @property
@@ -208,7 +212,7 @@ class ParamGroup(NamedGroup):
 
     def join(self, state: FSDPState) -> None:
         """Belong to a schedule from now on."""
-        self.state = state
+        self.state, self.seen = state, Seen([], [], [], set())
         for param in self.params:
             param.group = self
         remember(self)

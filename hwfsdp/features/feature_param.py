@@ -39,20 +39,15 @@ class FSDPParam(core.FSDPParam):
         over, larger: the mesh of S ranks over which the parameter is sharded after forward, and [ceil(d0 / S) * rest], compute
             dtype, the rows that this rank of S keeps; None at other times (`post_forward_mesh`).
         original: the class of the original parameter, and the gradient hooks on it.
-        writes: the number of writes to the whole parameter that are in the shard already. gave_data: True if the program has taken
-            the `data` of the whole parameter since the gather, and may have written to it. is_lent: True if another library has
-            the memory of the whole parameter.
-        shard_writes: the number of writes to the sharded parameter at the gather. has_stepped: True if an optimizer has stepped since.
-        trained: `requires_grad` of the whole parameter at the gather.
         keeps_memory: if True, the memory of the whole parameter stays allocated even while the parameter is sharded.
+        is_lent: True if another library has the memory of the whole parameter.
         read_from: the local part of the shard when a gather read it last; None before the first gather.
     """
 
     group: ParamGroup
     over: ShardMesh | None = None
     larger: Tensor | None = None
-    writes, shard_writes, gave_data, is_lent, trained, has_stepped = 0, 0, False, False, False, False
-    keeps_memory = False
+    keeps_memory = is_lent = False
     read_from: Tensor | None = None
 
     def __init__(
@@ -153,7 +148,7 @@ class FSDPParam(core.FSDPParam):
         """Keep the memory of the whole parameter from now on, because another library has it, too."""
         self.keeps_memory = self.is_lent = True
         if self.state is ShardedState.UNSHARDED:
-            user_changes.keep_writes(self)
+            user_changes.keep_written(self, self.group.params.index(self))
         self.warn_once(
             "keeps the memory of its whole tensor from now on, because numpy or another library has it, too. To free it, "
             "give away a copy: weight.detach().clone().numpy()."

@@ -139,9 +139,9 @@ def grid_of(mesh: DeviceMesh, size: int) -> DeviceMesh:
 
 def keep_larger_shards(group: ParamGroup, mesh: ShardMesh) -> None:
     """After forward, free the whole parameters, except the rows that this rank of `mesh` keeps."""
-    whole = [param for param in group.params if param.state is ShardedState.UNSHARDED]
-    keep_changes(whole)
+    keep_changes(group)
     group.is_unsharded = False
+    whole = [param for param in group.params if param.state is ShardedState.UNSHARDED]
     with no_autograd():
         for param in whole:
             keep_larger_shard(param, mesh)

@@ -27,7 +27,7 @@ Note [Which gradient a hook gets]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -69,48 +69,68 @@ def check_in_place(params: Sequence[FSDPParam]) -> None:
         )
 
 
-def watch(params: Sequence[FSDPParam]) -> None:
-    """Watch parameters that are whole now."""
+class Seen(NamedTuple):
+    """What FSDP has seen of the parameters of a group, at a gather or since. The lists have one entry for each parameter.
+
+    Attributes:
+        writes: the number of writes to the whole parameter that are in the shard already.
+        shard_writes: the number of writes to the sharded parameter before the gather.
+        trained: `requires_grad` of the whole parameter.
+        given: the parameters whose `data` the program has taken since the gather, or whose memory another library has. So they may have
+            been written without being counted.
+    """
+
+    writes: list[int]
+    shard_writes: list[int]
+    trained: list[bool]
+    given: set[FSDPParam]
+
+
+def watch(group: ParamGroup) -> None:
+    """Watch the parameters of a group that is whole now."""
+    params = group.params
     wholes, shards = wholes_of(params), [param.sharded_param for param in params]
     with plain_class():  # their attributes are read faster
-        for param, whole, writes, of_shard in zip(
-            params, wholes, writes_to(wholes), writes_to(shards), strict=True
-        ):
-            param.writes, param.shard_writes, param.trained = writes, of_shard, whole.requires_grad
-            param.gave_data, param.has_stepped = param.is_lent, False
+        trained = [whole.requires_grad for whole in wholes]
+        lent = {param for param in params if param.is_lent}
+        group.seen, group.has_stepped = Seen(writes_to(wholes), writes_to(shards), trained, lent), False
 
 
-def keep_changes(params: Sequence[FSDPParam]) -> None:
-    """Take over what the program has changed on whole parameters, before the shards come back."""
-    wholes = wholes_of(params)
+def keep_changes(group: ParamGroup) -> None:
+    """Take over what the program has changed on whole parameters, before the shards come back. Do nothing for a sharded group."""
+    if not group.is_unsharded:
+        return
+    params, wholes, seen = group.params, wholes_of(group.params), group.seen
     for param, (module, name) in displaced(params, wholes):
         param.warn_once(
             f"was whole when the program put {describe(module, name)} in its place. FSDP puts its own parameter back, and "
             "the change is lost. Write into it instead: with torch.no_grad(): param.copy_(…)."
         )
-    with plain_class():  # their attributes are read faster
-        for param, whole, writes in zip(params, wholes, writes_to(wholes), strict=True):
-            if param.gave_data or writes != param.writes:
-                keep_writes(param)
-            if whole.requires_grad is not param.trained:
-                param.trained = whole.requires_grad
-                param.sharded_param.requires_grad_(param.trained)
+    keep_writes(group)
+    with plain_class():
+        trained = [whole.requires_grad for whole in wholes]
+    if trained != seen.trained:
+        for param, is_trained in zip(params, trained, strict=True):
+            param.sharded_param.requires_grad_(is_trained)
+        seen.trained[:] = trained
 
 
 def keep_writes_before_step(groups: Sequence[ParamGroup]) -> None:
     """Keep what programs wrote to whole parameters so far, because an optimizer is about to change the shards."""
-    for params in [group.params for group in groups if group.is_unsharded]:
-        for param, writes in zip(params, writes_to(wholes_of(params)), strict=True):
-            if param.gave_data or writes != param.writes:
-                keep_writes(param)
-            param.has_stepped = True
+    for group in [group for group in groups if group.is_unsharded]:
+        keep_writes(group)
+        group.has_stepped = True
 
 
 def warn_of_old_values(groups: Sequence[ParamGroup]) -> None:
     """Warn of groups that a forward is about to use whole, although their shards were written since the gather."""
     for group in [group for group in groups if group.is_unsharded]:
         writes = writes_to([param.sharded_param for param in group.params])
-        written = [p for p, now in zip(group.params, writes, strict=True) if now != p.shard_writes]
+        written = [
+            p
+            for p, now, then in zip(group.params, writes, group.seen.shard_writes, strict=True)
+            if now != then
+        ]
         if written:
             written[0].warn_once(
                 "was written, but its group is still whole, so this forward computes with the values before. Call reshard() on "
@@ -122,18 +142,34 @@ def wholes_of(params: Sequence[FSDPParam]) -> list[nn.Parameter]:
     return [param.unsharded_param for param in params]  # type: ignore[misc]
 
 
+def keep_writes(group: ParamGroup) -> None:
+    """Copy what the program wrote to this rank's rows of whole parameters (Note [Writes to whole parameters])."""
+    seen = group.seen
+    with plain_class():
+        writes = writes_to(wholes_of(group.params))
+    if writes != seen.writes or seen.given:
+        for place, param in enumerate(group.params):
+            if writes[place] != seen.writes[place] or param in seen.given:
+                keep_written(param, place)
+
+
 @torch.no_grad()
-def keep_writes(param: FSDPParam) -> None:
-    """Copy what the program wrote to this rank's rows of the whole parameter (Note [Writes to whole parameters])."""
-    whole, layout = param.unsharded_param, param.layout
+def keep_written(param: FSDPParam, place: int) -> None:
+    """Copy to the shard what the program wrote to this rank's rows. `place`: the parameter's place in its group."""
+    whole, layout, seen, has_stepped = (
+        param.unsharded_param,
+        param.layout,
+        param.group.seen,
+        param.group.has_stepped,
+    )
     assert whole is not None
-    known, (param.writes, shard_writes) = param.writes, writes_to([whole, param.sharded_param])
-    is_changed = shard_writes != param.shard_writes
-    if param.has_stepped or is_changed or param.extension is not None:
-        if param.writes == known:  # it gave its data, perhaps to be read only
+    known, (seen.writes[place], shard_writes) = seen.writes[place], writes_to([whole, param.sharded_param])
+    is_changed = shard_writes != seen.shard_writes[place]
+    if has_stepped or is_changed or param.extension is not None:
+        if seen.writes[place] == known:  # it gave its data, perhaps to be read only
             return
-        changed = "an optimizer step came before" if param.has_stepped else "the shard was written, too"
-        why = changed if param.has_stepped or is_changed else "its tensor extension gathers other data"
+        changed = "an optimizer step came before" if has_stepped else "the shard was written, too"
+        why = changed if has_stepped or is_changed else "its tensor extension gathers other data"
         param.warn_once(
             f"was written while it was whole, but {why}. The values are lost. Call reshard(), and write to the "
             "sharded parameter."
@@ -143,7 +179,7 @@ def keep_writes(param: FSDPParam) -> None:
     local = param.local.view(rows.shape)
     before = local.to(rows.device)
     local.copy_(torch.where(rows == before.to(rows.dtype), before, rows.to(local.dtype)))
-    (param.shard_writes,) = writes_to([param.sharded_param])
+    (seen.shard_writes[place],) = writes_to([param.sharded_param])
     streams = param.group.comm_ctx.streams
     streams.copy.wait(streams.compute.record())  # the next gather reads the shard on the copy stream
 

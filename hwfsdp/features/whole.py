@@ -57,7 +57,7 @@ class WholeParameter(nn.Parameter):
         # a compiler cannot trace the look-up
         param = None if torch.compiler.is_compiling() else parameter_of(self)
         if param is not None:
-            param.gave_data = True
+            param.group.seen.given.add(param)
         return super().data
 
     @data.setter
