@@ -79,21 +79,21 @@ def note_end(state: FSDPState, output: Any) -> None:
             state.forwards.append(Made(threading.current_thread(), made))
 
 
-def mark_outputs(root: FSDPState, output: Any) -> None:
+def mark_outputs(state: FSDPState, output: Any) -> None:
     """Mark the nodes that made the outputs of the outermost module: does the walk go on below them?"""
     if torch.is_grad_enabled() and not in_backward():
-        goes_on = is_entered_below(root)
+        goes_on = is_entered_below(state)
         for tensor in tensors_with_grad(output):
             for made in (tensor, base_of_view(tensor)):
                 if made is not None and made.grad_fn is not None:
                     private_autograd.notes_of(made.grad_fn)[OUTPUT] = goes_on
 
 
-def is_entered_below(root: FSDPState) -> bool:
+def is_entered_below(state: FSDPState) -> bool:
     """True if a backward may enter a module below the outputs of this forward, but not through outputs of its own."""
-    ran = root.comm_ctx.post_forward_order
-    had_backward = root.root.backwards > root.root.backwards_before
-    return had_backward or len(ran) > len({*ran}) or any([state.hid_outputs for state in root.states])
+    ran = state.comm_ctx.post_forward_order
+    had_backward = state.root.backwards > state.root.backwards_before
+    return had_backward or len(ran) > len({*ran}) or any([each.hid_outputs for each in state.states])
 
 
 def forget_forwards(state: FSDPState) -> None:

@@ -22,7 +22,7 @@ from hwfsdp.errors import UnsupportedError
 from hwfsdp.features.feature_param import FSDPParam
 from hwfsdp.features.lookup import remember
 from hwfsdp.features.post_forward_mesh import POST_FORWARD, keep_larger_shards, over_fewer
-from hwfsdp.features.private_autograd import plain_class, find_new_memory
+from hwfsdp.features.private_autograd import find_new_memory, plain_class
 from hwfsdp.features.user_changes import Seen, check_in_place, keep_changes, watch
 from hwfsdp.interop.torch_view import NamedGroup
 

@@ -70,17 +70,17 @@ def refuse_reduction_of_other(state: FSDPState) -> None:
         raise refused("reset_iter_state", *_PENDING)
 
 
-def leave_open(root: FSDPState) -> None:
+def leave_open(state: FSDPState) -> None:
     """Keep the iteration open, because more backwards may come. Groups that autograd left out wait for `finalize`, if they reduce."""
-    root.root.forward_root = root.forward_around()
-    root.root.backwards += 1
-    for state in root.states_to_finish():
-        if state.phase is not Phase.POST_BACKWARD:
-            if not any(group.reduce_grads for group in state.groups):
-                state.post_backward()
-            state.phase = Phase.IDLE
-    root.comm_ctx.settle()  # from here on, other code looks for partial gradients
-    note_end_of_backward(root)
+    state.root.forward_root = state.forward_around()
+    state.root.backwards += 1
+    for each in state.states_to_finish():
+        if each.phase is not Phase.POST_BACKWARD:
+            if not any(group.reduce_grads for group in each.groups):
+                each.post_backward()
+            each.phase = Phase.IDLE
+    state.comm_ctx.settle()  # from here on, other code looks for partial gradients
+    note_end_of_backward(state)
 
 
 # --- The end ---------------------------------------------------------------------------------------------------
@@ -100,11 +100,11 @@ def finalize(state: FSDPState, async_op: bool) -> GradientReductionHandle | None
     return handle
 
 
-def close_iteration(root: FSDPState) -> None:
+def close_iteration(state: FSDPState) -> None:
     """Wait for all reductions, and end the iteration."""
-    root.end_iteration()
-    root.comm_ctx.reduction = None
-    root.root.is_open = False
+    state.end_iteration()
+    state.comm_ctx.reduction = None
+    state.root.is_open = False
 
 
 def check_finalization(state: FSDPState, async_op: bool) -> None:
@@ -162,9 +162,9 @@ def set_manual(state: FSDPState, enabled: bool) -> None:
     state.root.manual = enabled
 
 
-def check_manual(root: FSDPState, below: Sequence[FSDPState]) -> None:
+def check_manual(state: FSDPState, below: Sequence[FSDPState]) -> None:
     """Raise StateError if a module below the root was set to manual finalization. `below`: the states below the root, and its own."""
-    if any(state.root.manual for state in below if state is not root):
+    if any(each.root.manual for each in below if each is not state):
         raise refused("set_manual_backward_finalization", *_AT_ROOT)
 
 

@@ -79,16 +79,16 @@ def break_off_left_over(state: FSDPState) -> None:
         state.break_off()
 
 
-def clear_up(root: FSDPState) -> None:
+def clear_up(state: FSDPState) -> None:
     """Before an iteration: have the shards that the optimizer left, and nothing left of an earlier iteration."""
-    if (root.comm_ctx.callbacks or root.root.forward_root) and not in_backward():
-        root.break_off()
-    free_stale(root)
-    root.root.handled = id(sys.exc_info()[1])
-    for state in root.states:
-        if state.phase is Phase.FORWARD:  # a module called by itself has left its group whole
-            state.phase = Phase.IDLE
-            for group in state.groups:
+    if (state.comm_ctx.callbacks or state.root.forward_root) and not in_backward():
+        state.break_off()
+    free_stale(state)
+    state.root.handled = id(sys.exc_info()[1])
+    for each in state.states:
+        if each.phase is Phase.FORWARD:  # a module called by itself has left its group whole
+            each.phase = Phase.IDLE
+            for group in each.groups:
                 group.reshard()
 
 
@@ -132,39 +132,39 @@ def call_at_end(
     callbacks[key] = ref(callback)
 
 
-def note_end_of_backward(root: FSDPState) -> None:
+def note_end_of_backward(state: FSDPState) -> None:
     """Note that autograd made its last call: the backward was not broken off."""
-    for state in root.states:
-        state.accumulated = any(map(has_accumulated, state.groups))
-    root.comm_ctx.callbacks.pop((root.root, None), None)
+    for each in state.states:
+        each.accumulated = any(map(has_accumulated, each.groups))
+    state.comm_ctx.callbacks.pop((state.root, None), None)
 
 
 # --- Putting back ----------------------------------------------------------------------------------------------
 
 
-def reset_iteration(root: FSDPState) -> None:
+def reset_iteration(state: FSDPState) -> None:
     """After an exception in a forward or backward, put every state below the root back to its state before the iteration.
 
     Raises:
         StateError: this is not the root.
     """
-    if not root.is_root:
+    if not state.is_root:
         raise StateError(
-            f"reset_iter_state of {root.name}",
+            f"reset_iter_state of {state.name}",
             expected="the root module",
             got="a module below it",
             remedy="Call it on the module that is called first in a forward.",
         )
-    root.break_off()
-    root.comm_ctx.finish_reductions()
-    root.comm_ctx.forget_forwards()
-    for state in root.states:
-        state.forward_order = ForwardOrder()
-        for group in state.groups:
+    state.break_off()
+    state.comm_ctx.finish_reductions()
+    state.comm_ctx.forget_forwards()
+    for each in state.states:
+        each.forward_order = ForwardOrder()
+        for group in each.groups:
             group.drop_gather()
             group.reshard()
             drop_grads(group)
-    root.root.guessed.clear()
+    state.root.guessed.clear()
 
 
 def end_everything(state: FSDPState) -> None:

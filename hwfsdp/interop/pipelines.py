@@ -28,16 +28,16 @@ _STAGES, _SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.p
 _INSTALL = "Call hwfsdp.install() before anything imports torch's FSDP2 names, or run the program by `hwfsdp swap SCRIPT`."
 
 
-def check_stage(root: FSDPState) -> None:
+def check_stage(state: FSDPState) -> None:
     """Check the stage in which a forward of this root begins, if there is one and it was not checked with these settings."""
     stages = sys.modules.get(_STAGES)  # None: not imported, so there is no stage
     if stages is None or not torch.is_grad_enabled():
         return
-    if root.root.stage_checked != [group.reshard_after_forward for group in root.root.groups]:
-        look_up_stage(root, stages)
+    if state.root.stage_checked != [group.reshard_after_forward for group in state.root.groups]:
+        look_up_stage(state, stages)
 
 
-def look_up_stage(root: FSDPState, stages: ModuleType) -> None:
+def look_up_stage(state: FSDPState, stages: ModuleType) -> None:
     """Look up the stage and the schedule that run this forward; warn if the stage does not know our modules.
 
     Raises:
@@ -49,18 +49,18 @@ def look_up_stage(root: FSDPState, stages: ModuleType) -> None:
         return
     known = isinstance(stage.submod, stages.FSDPModule)
     if splits_backwards(schedule):
-        check_split(root, stage.submod, known, type(schedule).__name__)
-    elif stage.submod in root.modules and not known:
+        check_split(state, stage.submod, known, type(schedule).__name__)
+    elif stage.submod in state.modules and not known:
         warn(
-            f"torch's pipeline stage takes {root.name!r} for a module that is not sharded, and lets it reduce its gradients once "
+            f"torch's pipeline stage takes {state.name!r} for a module that is not sharded, and lets it reduce its gradients once "
             f"per micro-batch. {_INSTALL}"
         )
-    root.root.stage_checked = [group.reshard_after_forward for group in root.root.groups]
+    state.root.stage_checked = [group.reshard_after_forward for group in state.root.groups]
 
 
-def check_split(root: FSDPState, module: nn.Module, known: bool, schedule: str) -> None:
+def check_split(state: FSDPState, module: nn.Module, known: bool, schedule: str) -> None:
     """Raise UsageError if the weights would not be there when a backward for the inputs of the stage begins."""
-    trained = [g for g in root.root.groups if any(p.sharded_param.requires_grad for p in g.params)]
+    trained = [g for g in state.root.groups if any(p.sharded_param.requires_grad for p in g.params)]
     freed = [group.name for group in trained if group.reshard_after_forward]
     if known and not freed:
         return
@@ -68,7 +68,7 @@ def check_split(root: FSDPState, module: nn.Module, known: bool, schedule: str) 
         f"group {freed[0]!r}, which frees them" if freed else "",
         "Pass reshard_after_forward=False to fully_shard; the schedule gathers and frees the parameters of a stage itself.",
     )
-    if not known and module in root.modules:
+    if not known and module in state.modules:
         got, remedy = "a stage of torch's that does not know hwfsdp's modules", _INSTALL
     elif not known:
         got = f"a stage whose own module, {type(module).__name__}, is not sharded"
