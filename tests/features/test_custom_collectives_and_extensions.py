@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 import hwfsdp
@@ -31,7 +31,9 @@ from oracles import (
     Training,
     accumulate,
     case,
+    cpu_mesh,
     differences,
+    fresh,
     made,
     ours,
     reload,
@@ -427,6 +429,25 @@ def test_a_tensor_subclass_with_only_one_of_the_two_methods_or_without_padding_i
     full, uneven = launch(on_a_rank, 2, timeout=60)
     assert full.startswith("CollectiveError")  # it waits for the other rank, which is gone
     assert uneven.startswith("RefusedError") and "padded" in uneven and "Unpadded" in uneven
+
+
+@two.finds(["up.weight", True])
+def after_a_refused_local_part_a_plain_one_trains() -> list[Any]:
+    """Shards are assigned by `load_state_dict`."""
+    model: Any = ours(fresh(models.even))
+    state, mesh = model.state_dict(), cpu_mesh()
+    rows = model.inputs(4, 0)
+    expected = model(*rows).detach()
+    name = next(name for name in state if name.endswith("up.weight"))
+    unfit = DTensor.from_local(OnlyPre(state[name].to_local().clone()), mesh, [Shard(0)])
+    with pytest.raises(hwfsdp.UsageError) as refused:
+        model.load_state_dict({**state, name: unfit}, assign=True)
+        model(*rows)
+    model.load_state_dict(state, assign=True)
+    again = model(*rows)
+    again.sum().backward()
+    said = "up.weight" if "up.weight" in str(refused.value) else str(refused.value)
+    return [said, torch.equal(again, expected) and all(p.grad is not None for p in model.parameters())]
 
 
 test_a_promise_is_kept = PROMISES.test()
