@@ -44,7 +44,7 @@ The core does not import `hwfsdp.features`. A feature takes the place of one of 
     group.Reducer              what happens to gradients
     state.FSDPState            when each step happens
     api.FSDPModule             the methods of sharded modules
-    precision.MixedPrecisionPolicy, context.FSDPCommContext    get further attributes
+    precision.MixedPrecisionPolicy, context.FSDPCommContext, context.RootContext    get further attributes
 
 Hybrid sharding, for example, is a reducer, a mesh with a second axis, and the all-reduce stream.
 """

@@ -28,7 +28,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+from weakref import ref
 
 import torch
 
@@ -124,17 +125,17 @@ class StreamSet:
         compute: forward, backward and optimizer; the stream that is current when FSDP is called.
         copy: packs what is gathered next, also while a gather is in flight.
         all_gather, reduce_scatter, all_reduce: one per kind of traffic.
-        newest: the set that was made last in this process.
+        newest: returns the set that was made last in this process, if it is still used.
     """
 
-    newest: StreamSet | None = None
+    newest: ClassVar[Callable[[], StreamSet | None]] = staticmethod(lambda: None)
 
     def __init__(self, make_stream: Callable[[str], Stream]) -> None:
         made = [make_stream(name) for name in NAMES]
         self.compute, self.copy, self.all_gather, self.reduce_scatter, self.all_reduce = made
         for stream in made:
             stream.streams = self
-        StreamSet.newest = self
+        StreamSet.newest = ref(self)  # deferred work refers to the model
 
 
 # --- CPU ---------------------------------------------------------------------------------------------------

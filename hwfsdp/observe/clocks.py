@@ -120,8 +120,8 @@ def _clocks(streams: StreamSet) -> tuple[Clock, HostTime]:
 
 def use_newest() -> None:
     """From now on, let the newest set's clock time all events that are on no stream of the core."""
-    if StreamSet.newest is not None:
-        events.use_clock(*_clocks(StreamSet.newest))
+    if (streams := StreamSet.newest()) is not None:
+        events.use_clock(*_clocks(streams))
 
 
 # --- Clocks of ranks ---------------------------------------------------------------------------------------

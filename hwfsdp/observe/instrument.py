@@ -36,7 +36,7 @@ class Instrument:
 
     def __init__(self, behind: Observer | None) -> None:
         self.behind = behind
-        self._newest: StreamSet | None = None
+        self._newest: object = None
         self._after: WeakKeyDictionary[StreamEvent, tuple[int, ...]] = WeakKeyDictionary()
         self._forwards: dict[FSDPState, list[Draft]] = {}
         self._backwards: dict[FSDPState, Draft] = {}

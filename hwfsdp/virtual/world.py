@@ -99,7 +99,7 @@ class World:
             stack.enter_context(on_paper(0, self.gpus, "virtual GPUs", remedy))
             stack.enter_context(events.keeping_clock())
             stack.callback(setattr, StreamSet, "newest", StreamSet.newest)
-            virtual_streams(self.clock)  # the newest set: its clock counts even if no model is sharded
+            self._streams = virtual_streams(self.clock)  # their clock counts even if no model is sharded
             use_newest()
             stack.enter_context(backend("cpu", lambda: virtual_streams(self.clock)))
             stack.enter_context(after_each_resize(self._see))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -149,6 +150,22 @@ def a_shard_of_another_dimension_cannot_be_assigned() -> None:
     other = distribute_tensor(torch.ones(4, 4), cpu_mesh(), [Shard(1)])
     with pytest.raises(UsageError, match="dim=0.*dim=1"):
         model.load_state_dict({"weight": other}, assign=True)
+
+
+@two.finds([True] * 3)
+def a_model_is_freed_although_a_backward_broke_while_reductions_were_in_flight() -> list[bool]:
+    freed = []
+    for broken_at in range(3):
+        model = build()
+        run(model, 0)
+        model[broken_at].register_full_backward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(model, 1)
+        kept = weakref.ref(model)
+        del model
+        gc.collect()
+        freed.append(kept() is None)
+    return freed
 
 
 @two.finds([0, 0])
