@@ -92,7 +92,7 @@ TINTS = {
 def draw() -> Figure:
     """Draw the call at the top, then three columns (features, extension points, core), and what moves bytes at the bottom."""
     features = [*dict.fromkeys(name for point in POINTS for name in point.features)]
-    top, rows = 1.2, len(features) + len(ALONE) + 0.8
+    top, rows = 1.38, len(features) + len(ALONE) + 0.8
     height = top + 0.32 + rows * ROW + 0.76
     figure = sheet.new_figure(WIDTH, height)
     axes = sheet.axes_at(figure, 0.0, 0.0, WIDTH, height)
@@ -123,11 +123,11 @@ def _draw_calls(axes: Axes) -> None:
         axes, (EDGE, WIDTH - 2 * EDGE), 0.22, 0.24, "your program: hwfsdp.fully_shard(model)", style.GREYS[1]
     )
     _arrow(axes, (WIDTH / 2, 0.34), (WIDTH / 2, 0.54))
-    _box(axes, (EDGE, WIDTH - 2 * EDGE), 0.72, 0.36, "features/fully_shard.py: check, find, choose, build, join\n"
-         "calls features by name, and makes the parts of the core", style.WHITE)  # fmt: skip
+    _box(axes, (EDGE, WIDTH - 2 * EDGE), 0.81, 0.54, "features/fully_shard.py: check, find, choose, build, join\n"
+         "It and schedule, feature_group, feature_param, module\ncall the features by name.", style.WHITE)  # fmt: skip
     for left, width in (LEFT, MIDDLE, RIGHT):
         if left != MIDDLE[0]:
-            _arrow(axes, (left + width / 2, 0.9), (left + width / 2, 1.2))
+            _arrow(axes, (left + width / 2, 1.08), (left + width / 2, 1.38))
 
 
 def _moved_apart(heights: Sequence[float], distance: float, top: float) -> list[float]:
