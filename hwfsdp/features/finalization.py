@@ -17,7 +17,7 @@ from hwfsdp.core.observer import moment
 from hwfsdp.core.private_torch import in_backward
 from hwfsdp.core.state import Phase
 from hwfsdp.errors import StateError
-from hwfsdp.features.recovery import note_end_of_backward
+from hwfsdp.features.recovery import note_end_of_backward, refuse_unless
 
 if TYPE_CHECKING:
     from hwfsdp.features.schedule import FSDPState
@@ -111,8 +111,7 @@ def check_finalization(state: FSDPState, async_op: bool) -> None:
     """Raise StateError if no backward can be ended now."""
     subject, comm_ctx = "finalize_backward", state.comm_ctx
     groups = [group for each in state.states for group in each.groups]
-    if not state.is_root:
-        raise refused(subject, *_AT_ROOT)
+    refuse_unless(state.is_root, subject)
     if comm_ctx.reduction:
         raise refused(subject, *_PENDING)
     if not state.root.manual:
@@ -150,8 +149,7 @@ def check_finalization(state: FSDPState, async_op: bool) -> None:
 def set_manual(state: FSDPState, enabled: bool) -> None:
     """Choose who ends backwards: the caller, or each backward itself."""
     subject = "set_manual_backward_finalization"
-    if not state.is_root:
-        raise refused(subject, *_AT_ROOT)
+    refuse_unless(state.is_root, subject)
     if enabled != state.root.manual and (in_backward() or state.root.is_open):
         raise refused(
             subject,
@@ -164,11 +162,10 @@ def set_manual(state: FSDPState, enabled: bool) -> None:
 
 def check_manual(state: FSDPState, below: Sequence[FSDPState]) -> None:
     """Raise StateError if a module below the root was set to manual finalization. `below`: the states below the root, and its own."""
-    if any(each.root.manual for each in below if each is not state):
-        raise refused("set_manual_backward_finalization", *_AT_ROOT)
+    is_root = not any(each.root.manual for each in below if each is not state)
+    refuse_unless(is_root, "set_manual_backward_finalization")
 
 
-_AT_ROOT = "the root module", "a module below it", "Call it on the module that is called first in a forward."
 _PENDING = (
     "the last reduction to be waited for",
     "one in flight",

@@ -148,13 +148,7 @@ def reset_iteration(state: FSDPState) -> None:
     Raises:
         StateError: this is not the root.
     """
-    if not state.is_root:
-        raise StateError(
-            f"reset_iter_state of {state.name}",
-            expected="the root module",
-            got="a module below it",
-            remedy="Call it on the module that is called first in a forward.",
-        )
+    refuse_unless(state.is_root, f"reset_iter_state of {state.name}")
     state.break_off()
     state.comm_ctx.finish_reductions()
     state.comm_ctx.forget_forwards()
@@ -165,6 +159,17 @@ def reset_iteration(state: FSDPState) -> None:
             group.reshard()
             drop_grads(group)
     state.root.guessed.clear()
+
+
+def refuse_unless(is_root: bool, subject: str) -> None:
+    """Raise StateError if a call of the user that is for the root was made for a module below it."""
+    if not is_root:
+        raise StateError(
+            subject,
+            expected="the root module",
+            got="a module below it",
+            remedy="Call it on the module that is called first in a forward.",
+        )
 
 
 def end_everything(state: FSDPState) -> None:
