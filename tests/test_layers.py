@@ -258,7 +258,7 @@ CORE = sorted((PACKAGE / "core").glob("*.py"))
 
 def test_the_core_is_small_and_imports_torch_and_itself_only() -> None:
     sizes = {path.stem: code_lines(path) for path in CORE}
-    assert sum(sizes.values()) <= 1_455 and max(sizes.values()) <= 220, sizes
+    assert sum(sizes.values()) <= 1_470 and max(sizes.values()) <= 220, sizes
     imported = {
         path.stem: re.findall(r"(?:from|import) (hwfsdp(?!\.core)\S*)", code_of(path)) for path in CORE
     }

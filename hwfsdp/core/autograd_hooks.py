@@ -79,15 +79,10 @@ def call_in_backward(function: Callable[[], None], *tensors: Tensor) -> tuple[Te
 
 
 class WatchedOutputs:
-    """The outputs of one forward of a module. Each time a backward reaches one of them, the callback is called.
+    """The outputs of one forward of a module. Each time a backward reaches one of them, the callback is called."""
 
-    Args:
-        before_backward: the callback.
-        backwards: returns the number of backwards that have ended. It tells one backward from the next.
-    """
-
-    def __init__(self, before_backward: Callable[[], None], backwards: Callable[[], int]) -> None:
-        self._before_backward, self._backwards = before_backward, backwards
+    def __init__(self, before_backward: Callable[[], None]) -> None:
+        self._before_backward = before_backward
         self._seen_in = -1  # the backward in which an output's own hook ran last
 
     def watch(self, output: Any) -> Any:
@@ -111,12 +106,12 @@ class WatchedOutputs:
         return isinstance(owner, WatchedOutputs) and owner._before_backward == self._before_backward
 
     def _on_grad(self, *_: object) -> None:
-        self._seen_in = self._backwards()
+        self._seen_in = private_torch.number_of_backward()
         self._before_backward()
 
     def _on_base_grad(self, *_: object) -> None:
         """Call the callback, unless an output's own hook has called it in this backward (Note [Views as outputs])."""
-        if self._seen_in != self._backwards():
+        if self._seen_in != private_torch.number_of_backward():
             self._on_grad()
 
 

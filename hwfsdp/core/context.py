@@ -12,7 +12,7 @@ Note [What to gather next]
     One group ahead is enough to hide a gather behind a computation. So while a module computes, at most two groups are in memory:
     its own group, whole, and the buffer of the next gather. The groups of the modules around it, such as the root's, come on top,
     and so do groups that stay whole for their backward. A wrong guess costs a gather, but never changes a result: a module whose group
-    is not whole gathers it.
+    is not whole gathers it. If the model writes to the shards of a group that was gathered ahead, the group is gathered again.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ class ParamGroup:
         reduce_grads: if True, each backward reduces gradients; if False, they add up in the whole parameters' gradients.
         unshard_in_backward: False for a group whose backward needs no parameters, such as an embedding.
         is_unsharded: True if the modules have the whole parameters.
+        shard_writes: for each parameter, the number of writes to its shard before the last gather started.
         post_forward_indices: this group's places in `FSDPCommContext.post_forward_order`.
     """
 
@@ -101,6 +102,7 @@ class ParamGroup:
         self.reshard_after_backward = self.reduce_grads = self.unshard_in_backward = True
         self.post_forward_indices: list[int] = []
         self._gathering: flat_collectives.Gathering | None = None
+        self.shard_writes: list[int] = []
 
     def rename(self, name: str) -> None:
         """Set the group's name, again once the root of the model is known."""
@@ -113,16 +115,30 @@ class ParamGroup:
         """The transport of the next gather. In a feature it depends on the state: a backward may gather from other ranks than a forward."""
         return self.transport
 
-    def unshard(self) -> None:
-        """Start the gather of the parameters; return before it is done. Do nothing if they are whole, or if a gather is in flight."""
-        if self._gathering is not None or self.is_unsharded:
-            return
+    def unshard(self) -> bool:
+        """Start the gather of the parameters; return True before it is done. Return False if they are whole, or in flight already.
+
+        A gather that was started ahead, before a write to a shard, brings old values. It is dropped, and another one is started.
+        Backwards do not look for such writes: they need the values of the forward.
+        """
+        if self.is_unsharded or self._gathering is not None and not self.was_written():
+            return False
         with private_torch.no_autograd():
             streams = self.comm_ctx.streams
+            if self._gathering is not None:
+                self.drop_gather()
+                streams.copy.wait(streams.compute.record())
+            self.shard_writes = private_torch.writes_to([param.sharded_param for param in self.params])
             with streams.copy.run():
                 inputs = [each for param in self.params for each in param.gather_inputs()]
             shards, dtypes = zip(*inputs, strict=True)
             self._gathering = flat_collectives.all_gather(shards, dtypes, self.gather_transport, streams)
+            return True
+
+    def was_written(self) -> bool:
+        """True if a shard was written since the last gather started. False in a backward."""
+        shards = [param.sharded_param for param in self.params]
+        return not private_torch.in_backward() and private_torch.writes_to(shards) != self.shard_writes
 
     def wait_for_gather(self) -> None:
         """Make compute wait for the gather in flight, if there is one (`device_streams`, Note [What a wait costs])."""

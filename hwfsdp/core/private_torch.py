@@ -47,9 +47,14 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def number_of_backward() -> int:
+    """Return a number of the backward that this thread is executing. Each backward has another one. -1 outside of backwards."""
+    return int(torch._C._current_graph_task_id())
+
+
 def in_backward() -> bool:
     """True if this thread is executing a backward, also during the recomputation of a checkpoint."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return number_of_backward() != -1
 
 
 def in_transforms() -> bool:
@@ -212,6 +217,11 @@ def wrap_like(local: Tensor, like: DTensor) -> DTensor:
     # DTensor's __init__ does nothing, so it is not called.
     made: DTensor = DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
     return made
+
+
+def writes_to(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the number of in-place writes to each tensor that torch has counted; of a DTensor, also those to its local part."""
+    return [t._version + t._local_tensor._version if isinstance(t, DTensor) else t._version for t in tensors]
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -167,8 +167,8 @@ class FSDPState:
         """
         for group in groups:
             with moment("forward_prefetch", group):
-                group.unshard()
-            self.root.guessed.append(group)
+                if group.unshard():
+                    self.root.guessed.append(group)
 
     def note_forward_and_predict(self) -> list[ParamGroup]:
         """Record that the forward enters this module. Return the groups to gather meanwhile: none in a recomputation."""
@@ -206,7 +206,7 @@ class FSDPState:
 
     def watch(self, output: Any, before_backward: Callable[[], None]) -> Any:
         """Return the output. A backward that reaches it calls `before_backward`."""
-        return WatchedOutputs(before_backward, lambda: self.root.backwards).watch(output)
+        return WatchedOutputs(before_backward).watch(output)
 
     def cast(self, name: str, tree: Any, dtype: torch.dtype | None, map_tree: MapTree = map_tensors) -> Any:
         """Return inputs or outputs of the forward with their floating-point tensors in `dtype`; None casts nothing."""

@@ -141,15 +141,17 @@ class ParamGroup(NamedGroup):
     transport: GroupTransport
     reducer: SettableReducer
 
-    def unshard(self) -> None:
+    def unshard(self) -> bool:
         """Start the gather. Conversions of a module below, such as `model.head.to(dtype)`, may have replaced the memory of shards."""
-        if self._gathering is None and not self.is_unsharded:
-            if changed := find_new_memory(self.params):
-                for param in changed:
-                    param.adopt_registered()
-                streams = self.comm_ctx.streams
-                streams.copy.wait(streams.compute.record())  # which may have copied rows
-            super().unshard()
+        if self.is_unsharded:
+            return False
+        if changed := find_new_memory(self.params):
+            self.drop_gather()  # of the other memory
+            for param in changed:
+                param.adopt_registered()
+            streams = self.comm_ctx.streams
+            streams.copy.wait(streams.compute.record())  # which may have copied rows
+        return super().unshard()
 
     def copy_out(self) -> None:
         if self._gathering is None:
@@ -212,7 +214,7 @@ class ParamGroup(NamedGroup):
 
     def join(self, state: FSDPState) -> None:
         """Belong to a schedule from now on."""
-        self.state, self.seen = state, Seen([], [], [], set())
+        self.state, self.seen = state, Seen([], [], set())
         for param in self.params:
             param.group = self
         remember(self)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
-from torch.distributed.tensor import DTensor
 
 from hwfsdp.core.param import Place
 
@@ -68,11 +67,6 @@ def watch_backwards(
     if not isinstance(Variable._execution_engine, _Engine):
         Variable._execution_engine = _Engine()
     _Engine.before, _Engine.explain, _Engine.reached = before, explain, reached
-
-
-def writes_to(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the number of in-place writes to each tensor that torch has counted; of a DTensor, also those to its local part."""
-    return [t._version + t._local_tensor._version if type(t) is DTensor else t._version for t in tensors]
 
 
 def find_new_memory(params: Iterable[FSDPParam]) -> list[FSDPParam]:

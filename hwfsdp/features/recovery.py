@@ -153,7 +153,7 @@ def reset_iteration(state: FSDPState) -> None:
     state.comm_ctx.finish_reductions()
     state.comm_ctx.forget_forwards()
     for each in state.states:
-        each.forward_order = ForwardOrder()
+        each.forward_order, each.accumulated = ForwardOrder(), False
         for group in each.groups:
             group.drop_gather()
             group.reshard()

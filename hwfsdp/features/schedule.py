@@ -30,7 +30,7 @@ from hwfsdp.features.checks import check_ready, check_root, refuse_tracing
 from hwfsdp.features.containers import RunningForward, put
 from hwfsdp.features.feature_group import FSDPCommContext, ParamGroup, RootContext
 from hwfsdp.features.lookup import all_groups
-from hwfsdp.features.user_changes import warn_of_old_values
+from hwfsdp.features.user_changes import free_changed
 from hwfsdp.features.whole import explain_in_forward
 from hwfsdp.interop.pipelines import check_stage
 from hwfsdp.interop.profiler import follow_profiler
@@ -122,7 +122,7 @@ class FSDPState(NamedState):
         recovery.clear_up(self)
         for each in self.states:  # after a KeyboardInterrupt, forwards are listed that did not end
             each.running = each.running[-1:] if each is self else []
-            warn_of_old_values(each.groups)
+            free_changed(each.groups)
         self.root.backwards_before = self.root.backwards
         args, kwargs = super().begin_iteration(args, kwargs)
         check_stage(self)
@@ -153,8 +153,12 @@ class FSDPState(NamedState):
         return [group for each in self.forward_prefetch for group in each.groups] or learned
 
     def prefetch_forward(self, groups: Sequence[core.ParamGroup]) -> None:
+        """Start the gathers that should overlap with this forward. Those of the user's list stay until they are used."""
         self.copy_out_first()
+        guessed = len(self.root.guessed)
         super().prefetch_forward(groups)
+        if self.forward_prefetch:
+            del self.root.guessed[guessed:]
 
     def copy_out_first(self) -> None:
         """Copy out before the next gather starts, if the user's collective may give one buffer to both."""
@@ -218,6 +222,8 @@ class FSDPState(NamedState):
 
     def enter_backward(self, *_: Any) -> None:
         """A node that uses parameters calls this (`entries`). Call pre-backward, unless the module is in its backward already."""
+        if self.comm_ctx.backward_broke:
+            self.break_off()
         if self.phase in (Phase.IDLE, Phase.POST_BACKWARD):
             self.pre_backward()
 

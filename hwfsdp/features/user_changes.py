@@ -6,6 +6,7 @@ a program does to one of the three must reach the others:
     attributes                        given to the original parameter       → sharded and whole
     gradient hooks                    given to the original parameter       → whole, or sharded (Note [Which gradient a hook gets])
     values, `requires_grad`           changed while the parameter is whole  → sharded
+    the same, of the sharded one      changed while the parameter is whole  → whole, at the next forward
     another parameter in its place    after the first forward               refused, or put back with a warning
     other memory under the shard      by `to` of a module in the group      read by the next gather
     whole memory given away           to numpy, for example                 not freed any more, with a warning
@@ -36,10 +37,10 @@ from torch.distributed.tensor import DTensor
 
 from hwfsdp import compat
 from hwfsdp.core.param import Place, ShardedState
-from hwfsdp.core.private_torch import local_of, wrap_like
+from hwfsdp.core.private_torch import local_of, wrap_like, writes_to
 from hwfsdp.errors import MissingParameterError, StateError, WrongTypeError
 from hwfsdp.features.lookup import STAND_INS
-from hwfsdp.features.private_autograd import displaced, plain_class, registered_at, writes_to
+from hwfsdp.features.private_autograd import displaced, plain_class, registered_at
 
 if TYPE_CHECKING:
     from hwfsdp.features.feature_group import ParamGroup
@@ -74,26 +75,23 @@ class Seen(NamedTuple):
 
     Attributes:
         writes: the number of writes to the whole parameter that are in the shard already.
-        shard_writes: the number of writes to the sharded parameter before the gather.
         trained: `requires_grad` of the whole parameter.
         given: the parameters whose `data` the program has taken since the gather, or whose memory another library has. So they may have
             been written without being counted.
     """
 
     writes: list[int]
-    shard_writes: list[int]
     trained: list[bool]
     given: set[FSDPParam]
 
 
 def watch(group: ParamGroup) -> None:
     """Watch the parameters of a group that is whole now."""
-    params = group.params
-    wholes, shards = wholes_of(params), [param.sharded_param for param in params]
+    wholes = wholes_of(group.params)
     with plain_class():  # their attributes are read faster
         trained = [whole.requires_grad for whole in wholes]
-        lent = {param for param in params if param.is_lent}
-        group.seen, group.has_stepped = Seen(writes_to(wholes), writes_to(shards), trained, lent), False
+        lent = {param for param in group.params if param.is_lent}
+        group.seen, group.has_stepped = Seen(writes_to(wholes), trained, lent), False
 
 
 def keep_changes(group: ParamGroup) -> None:
@@ -122,20 +120,12 @@ def keep_writes_before_step(groups: Sequence[ParamGroup]) -> None:
         group.has_stepped = True
 
 
-def warn_of_old_values(groups: Sequence[ParamGroup]) -> None:
-    """Warn of groups that a forward is about to use whole, although their shards were written since the gather."""
-    for group in [group for group in groups if group.is_unsharded]:
-        writes = writes_to([param.sharded_param for param in group.params])
-        written = [
-            p
-            for p, now, then in zip(group.params, writes, group.seen.shard_writes, strict=True)
-            if now != then
-        ]
-        if written:
-            written[0].warn_once(
-                "was written, but its group is still whole, so this forward computes with the values before. Call reshard() on "
-                "the module after writing to shards."
-            )
+def free_changed(groups: Sequence[ParamGroup]) -> None:
+    """Free groups whose shards were written or frozen since the gather, so that a forward gathers them again."""
+    for group in [group for group in groups if group.params[0].state is not ShardedState.SHARDED]:
+        trained = [param.sharded_param.requires_grad for param in group.params]
+        if group.was_written() or (group.is_unsharded and trained != group.seen.trained):
+            group.reshard()
 
 
 def wholes_of(params: Sequence[FSDPParam]) -> list[nn.Parameter]:
@@ -164,7 +154,7 @@ def keep_written(param: FSDPParam, place: int) -> None:
     )
     assert whole is not None
     known, (seen.writes[place], shard_writes) = seen.writes[place], writes_to([whole, param.sharded_param])
-    is_changed = shard_writes != seen.shard_writes[place]
+    is_changed = shard_writes != param.group.shard_writes[place]
     if has_stepped or is_changed or param.extension is not None:
         if seen.writes[place] == known:  # it gave its data, perhaps to be read only
             return
@@ -179,7 +169,7 @@ def keep_written(param: FSDPParam, place: int) -> None:
     local = param.local.view(rows.shape)
     before = local.to(rows.device)
     local.copy_(torch.where(rows == before.to(rows.dtype), before, rows.to(local.dtype)))
-    (seen.shard_writes[place],) = writes_to([param.sharded_param])
+    (param.group.shard_writes[place],) = writes_to([param.sharded_param])
     streams = param.group.comm_ctx.streams
     streams.copy.wait(streams.compute.record())  # the next gather reads the shard on the copy stream
 

@@ -157,7 +157,8 @@ def explained_read(error: RuntimeError, operation: str, guess: bool) -> StateErr
     """Return our error in place of torch's about a read of freed or sharded parameters; None for any other error.
 
     It names the parameters that the code in the traceback uses. If there are none, as in a backward, it names the freed ones of the
-    size in torch's message. If there are none either, it names all freed ones, if it may `guess`.
+    size in torch's message, of models whose forward or backward is running. If there are none either, it names all freed ones of these
+    models, if it may `guess`.
     """
     is_sharded, is_freed = _SHARDED in str(error), any(part in str(error) for part in _FREED)
     if not is_sharded and not is_freed:
@@ -166,13 +167,19 @@ def explained_read(error: RuntimeError, operation: str, guess: bool) -> StateErr
         error.__traceback__, {id(p.sharded_param if is_sharded else p.unsharded_param): p for p in params()}
     )
     if is_freed and not found:
-        freed = [p for p in params() if type(p.unsharded_param) is FreedParameter]
+        freed = [p for p in params() if type(p.unsharded_param) is FreedParameter and is_running(p)]
         size = _BYTES.search(str(error))
         exact = [
             p for p in freed if size and p.layout.shape.numel() * p.dtypes.compute.itemsize == int(size[1])
         ]
         found = exact or (freed if guess else [])
     return refused_read(found, operation) if found else None
+
+
+def is_running(param: FSDPParam) -> bool:
+    """True if a forward or a backward of the parameter's model is running, or an exception has ended it."""
+    root, callbacks = param.group.state.root, param.group.comm_ctx.callbacks
+    return root.forward_root is not None or any(root is of for of, _ in callbacks)
 
 
 def named_in(traceback: TracebackType | None, by_object: dict[int, FSDPParam]) -> list[FSDPParam]:

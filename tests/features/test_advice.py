@@ -341,20 +341,6 @@ def a_smaller_world_of_one_rank_is_asked_back_since_it_may_be_meant_as_true() ->
 
 
 @two.finds([])
-def values_written_to_the_shards_of_a_group_that_stays_whole_are_asked_about() -> Messages:
-    model = ours(nn.Linear(4, 4), reshard_after_forward=False)
-    shard = model.weight
-    with caught() as messages, torch.no_grad():
-        for _ in range(2):
-            model(torch.ones(1, 4))
-        shard.mul_(2)
-        model(torch.ones(1, 4))
-        model.reshard()
-        model(torch.ones(1, 4))
-    return other_than(messages, ("'weight'", "values before", "reshard()"))
-
-
-@two.finds([])
 def a_step_asks_only_about_the_groups_of_its_optimizer() -> Messages:
     """An optimizer for each parameter steps in the backward of large models, so a step must not look at all parameters."""
     model = wrap(fresh(models.stem), ours)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +19,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
-from hwfsdp import CPUOffloadPolicy, StateError, UsageError, core, explain, fully_shard, launch, record
+from hwfsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    StateError,
+    UsageError,
+    core,
+    explain,
+    fully_shard,
+    launch,
+    record,
+)
 from hwfsdp.features.schedule import checked_state
-from oracles import cpu_mesh, grid, ours
+from oracles import cpu_mesh, grid, other_gradients, ours
 from together import Together
 
 
@@ -150,6 +162,88 @@ def a_shard_of_another_dimension_cannot_be_assigned() -> None:
     other = distribute_tensor(torch.ones(4, 4), cpu_mesh(), [Shard(1)])
     with pytest.raises(UsageError, match="dim=0.*dim=1"):
         model.load_state_dict({"weight": other}, assign=True)
+
+
+# --- Backwards after a broken one ------------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Two layers in sequence. It keeps a tensor between them. A backward may be broken there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.breaks = nn.Linear(8, 8), nn.Linear(8, 8), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.first(x).tanh()
+        self.kept.register_hook(lambda grad: 1 / 0 if self.breaks else None)
+        return self.last(self.kept).view(-1, 2)
+
+
+def broken_backward(model: Any, again: Callable[[Any, Tensor], Any]) -> None:
+    """Break a backward, and clear the gradients. Then run `again`, with the output of the model."""
+    torch.manual_seed(0)
+    output = model(torch.randn(4, 8))
+    output += 1.0
+    block = next(module for module in model.modules() if isinstance(module, Keeps))
+    block.breaks = True
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward(retain_graph=True)
+    block.breaks = False
+    model.zero_grad()
+    again(model, output)
+
+
+def without_sync(model: Any, micro_batches: int) -> None:
+    """Accumulate without reductions, forget this, break a backward, and take a step as usual."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        for seed in range(micro_batches):
+            run(model, seed)
+        model.reset_iter_state()
+    broken_backward(model, lambda model, output: None)
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(True)
+    run(model, 2)
+
+
+AGAIN: dict[str, Callable[[Any], Any]] = {
+    "the same backward": lambda model: broken_backward(model, lambda _, output: output.sum().backward()),
+    "a backward of a kept tensor": lambda model: broken_backward(
+        model, lambda model, _: model[1].kept.square().sum().backward()
+    ),
+    "reset while gradients accumulated": lambda model: without_sync(model, 1),
+    "reset": lambda model: without_sync(model, 0),
+}
+
+
+def wrong_again(name: str, layers: bool) -> list[str]:
+    """Return the gradients that differ from a plain model's. `layers`: each layer is a group, too."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), Keeps(), nn.Flatten(0))
+    model = copy.deepcopy(plain)
+    for module in [*model.modules()][::-1]:
+        if isinstance(module, Keeps) or (layers and isinstance(module, nn.Linear)):
+            fully_shard(module)
+    fully_shard(model)
+    for each in (plain, model):
+        AGAIN[name](each)
+    return other_gradients(model, plain)
+
+
+for _name, _layers in itertools.product(AGAIN, (False, True)):
+    two.add(f"{_name}, {_layers}", functools.partial(wrong_again, _name, _layers), [])
+
+
+@two.finds("setStorage")
+def an_error_about_the_memory_of_another_module_stays_torchs() -> str:
+    model, other = build(), nn.Linear(8, 8)
+    run(model, 0)
+    loss = (other.weight @ torch.ones(8, 8, requires_grad=True)).sum()
+    other.weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    return str(caught.value).partition(":")[0]
 
 
 @two.finds([True] * 3)
