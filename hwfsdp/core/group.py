@@ -137,8 +137,9 @@ class ParamGroup:
 
     def was_written(self) -> bool:
         """True if a shard was written since the last gather started. False in a backward."""
-        shards = [param.sharded_param for param in self.params]
-        return not private_torch.in_backward() and private_torch.writes_to(shards) != self.shard_writes
+        if private_torch.in_backward():
+            return False
+        return private_torch.writes_to([param.sharded_param for param in self.params]) != self.shard_writes
 
     def wait_for_gather(self) -> None:
         """Make compute wait for the gather in flight, if there is one (`device_streams`, Note [What a wait costs])."""

@@ -54,7 +54,7 @@ def number_of_backward() -> int:
 
 def in_backward() -> bool:
     """True if this thread is executing a backward, also during the recomputation of a checkpoint."""
-    return number_of_backward() != -1
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def in_transforms() -> bool:
