@@ -195,7 +195,7 @@ def groups_before(state: FSDPState) -> list[core.ParamGroup]:
 
 @contextmanager
 def reduced_together(state: FSDPState) -> Iterator[None]:
-    """In this block, the reductions of a module's groups wait for those of other modules, but not for each other."""
+    """Let the reductions of a module's groups run together. They wait for reductions of other modules, but not for each other."""
     comm_ctx, most = state.comm_ctx, state.comm_ctx.max_reductions
     if any(group.has_late_gradients for group in state.groups):
         with moment("post_backward_rs_wait", state.groups[0]):

@@ -3,7 +3,7 @@
 An exception may come from anywhere, so there is no list of places. Two rules are enough:
 
 1. A whole parameter is valid until the next optimizer step. So an iteration that begins after a step frees everything that was
-   gathered before the step (`free_stale`).
+   gathered before the step (`free_stale`). It is also valid only until its shard is written (`user_changes.free_changed`).
 2. Once a hook notices that a forward or a backward was broken, everything unfinished ends (`FSDPState.break_off`).
 
 | what was broken | what torch does then | who notices |
@@ -48,7 +48,7 @@ def mark_step(groups: Sequence[ParamGroup]) -> None:
 
 
 def is_stale(state: FSDPState) -> bool:
-    """True if what was gathered is stale. False in a backward: an optimizer may step there for some parameters."""
+    """True if the gathered parameters are stale. False in a backward, because an optimizer may step there for some parameters."""
     return state.root.is_stale and not in_backward()
 
 

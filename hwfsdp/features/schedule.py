@@ -45,7 +45,7 @@ class FSDPState(NamedState):
         max_reductions: the number of reductions that may be in flight. Of the states whose groups share streams, the largest number
             counts.
         running: the forwards of the module that have not ended; usually one (`containers`).
-        to_run: of a list of modules, those that must still run before the forward in progress ends (`module_lists`).
+        to_run: the modules of a list that must still run before the forward in progress ends (`module_lists`).
         accumulated: True if the last backward that ended left gradients that are not reduced over all ranks.
         hid_outputs: True if the module has returned an object of an unknown class since the last backward.
         forwards: if the group has frozen parameters, the nodes that its forwards made: since the last iteration that ended, and in a few
@@ -54,7 +54,6 @@ class FSDPState(NamedState):
     """
 
     root: RootContext
-
     comm_ctx: FSDPCommContext
     groups: list[ParamGroup]  # type: ignore[assignment]  # of the module, one for each mesh
 
@@ -153,7 +152,7 @@ class FSDPState(NamedState):
         return [group for each in self.forward_prefetch for group in each.groups] or learned
 
     def prefetch_forward(self, groups: Sequence[core.ParamGroup]) -> None:
-        """Start the gathers that should overlap with this forward. Those of the user's list stay until they are used."""
+        """Start the gathers that should overlap with this forward. Gathers that the user's list asks for stay until they are used."""
         self.copy_out_first()
         guessed = len(self.root.guessed)
         super().prefetch_forward(groups)

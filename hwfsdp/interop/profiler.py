@@ -71,9 +71,8 @@ def shown(name: str, of: Any) -> AbstractContextManager[Any]:
     if name == "post_backward_rs_wait" and len(of.comm_ctx.reducing) < of.comm_ctx.max_reductions:
         return NOTHING
     nameless = name in _NAMELESS or name == "finish_backward"
-    shards = (
-        0 if name.endswith("_prefetch") else getattr(transport_of(of), "shards", 0)
-    )  # set for several groups
+    shards = getattr(transport_of(of), "shards", 0)  # 0 unless the module has several groups
+    shards = 0 if name.endswith("_prefetch") else shards
     return profiler_range(_NAMES.get(name, name), "" if nameless else label_of(of), shards)
 
 

@@ -144,7 +144,12 @@ def hanging(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     (tmp_path / "class" / "hangs" / "my_fsdp.py").write_text(
         '"""Mine."""\nimport subprocess\nsubprocess.run(["sleep", "62626"])\n'
     )
-    process = subprocess.Popen(command(tmp_path / "class", "--out", tmp_path / "out"), stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command(tmp_path / "class", "--out", tmp_path / "out"),
+        stderr=subprocess.PIPE,
+        # a shell that runs the tests in the background lets them, and what they start, ignore this signal
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     until = time.monotonic() + 100
     while (
         not (running(b"62626") and (tmp_path / "out/outcomes/ada.json").exists()) and time.monotonic() < until
