@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import shutil
 import subprocess
 import sys
@@ -105,7 +106,9 @@ def test_doctor_reports_a_folder_that_cannot_be_written() -> None:
 def test_doctor_reports_ranks_that_do_not_answer_in_time_or_cannot_communicate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = look_at_ranks(2, seconds=0.01)
+    with monkeypatch.context() as patched:
+        patched.setattr("hwfsdp.cli.doctor._greet", lambda device: threading.Event().wait())  # never returns
+        found = look_at_ranks(2, seconds=0.01)
     assert found.status == "broken" and "0.01 s" in found.remedy
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     found = look_at_ranks(2)
